@@ -1,0 +1,1 @@
+"""VAMP inside vLLM: plugin, engine hooks, command line and trace replay."""

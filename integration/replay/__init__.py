@@ -1,0 +1,1 @@
+"""Closed-loop replay of recorded multi-turn traces."""

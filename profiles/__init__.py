@@ -1,0 +1,1 @@
+"""Hardware, model and policy settings as TOML, and their loader."""

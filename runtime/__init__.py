@@ -1,0 +1,1 @@
+"""Memory, cost model and policy of VAMP. Knows nothing of vLLM."""

@@ -1,0 +1,1 @@
+"""Cost model and policy: pure functions from a state to a decision."""

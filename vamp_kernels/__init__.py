@@ -1,0 +1,1 @@
+"""Triton kernels for the routed part of an MoE layer, their launch choices and torch references."""
