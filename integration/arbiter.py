@@ -1,0 +1,211 @@
+"""Decides at a KV allocation that would evict or fail, and keeps the block pool in step with the ranks.
+
+Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``), the move bookkeeping
+(``vamp_runtime.controller``) and the cost model (``vamp_runtime.policy``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Any
+
+from vamp_integration.commands import Report
+from vamp_integration.costs import Costs
+from vamp_integration.journal import Journal
+from vamp_integration.pool import VampBlockPool
+from vamp_runtime.controller import CapacityController, StepCommand
+from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.policy.decide import Action, Decision, Situation, decide
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
+
+logger = init_logger(__name__)
+
+# After a failed move the ranks' memory is as before; trying again at once would fail again.
+RETRY_S = 5.0
+
+
+class Arbiter:
+    """Answers one allocation at a time; for the scheduler's thread only.
+
+    Args:
+        tokens_per_block: tokens of one KV block.
+        resize: called with the new number of blocks whenever the pool has grown or shrunk.
+    """
+
+    def __init__(
+        self,
+        pool: VampBlockPool,
+        costs: Costs,
+        tokens_per_block: int,
+        resize: Callable[[int], None],
+    ) -> None:
+        self.pool = pool
+        self.costs = costs
+        self.tokens_per_block = tokens_per_block
+        self.resize = resize
+        self.controller = CapacityController(pool.num_gpu_blocks)
+        self.journal = Journal()
+        self.hash_tokens = pool.hash_block_size
+        self.hit_rate = costs.hit_rate(ghost_blocks=0)
+        self.holding = False
+        self._wanted_levels = 0
+        self._no_moves_until = 0.0
+        self.last_move_at = time.monotonic()
+        pool.on_evict = self._evicted
+
+    # Around a step.
+
+    def begin_step(self) -> None:
+        """Ask for levels that could not be asked for while another move was under way."""
+        self.holding = False
+        if self._wanted_levels and self.pool.cordon_limit is None:
+            self._wanted_levels -= self.controller.request_offload(self._wanted_levels)
+
+    def command(self) -> StepCommand | None:
+        return self.controller.take_command()
+
+    def settle(self, report: Report) -> None:
+        """Take over what the ranks report: their capacity, or the outcome of a move."""
+        if report.capacity is not None:
+            self.controller.announce(report.capacity)
+            capacity = report.capacity
+            self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
+            self.journal.capacity(self.controller)
+        if report.outcome is None:
+            return
+        outcome = report.outcome
+        move = self.controller.settle(outcome)
+        self.last_move_at = time.monotonic()
+        self.journal.moved(self.controller, move, outcome)
+        if not outcome.ok:
+            logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
+            self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
+        elif move.kind is MoveKind.OFFLOAD:
+            logger.info(
+                "VAMP: level %d, %d KV blocks (%d in the pool), %.1f MiB moved in %.1f ms",
+                outcome.level,
+                outcome.blocks,
+                self.controller.pool_blocks,
+                outcome.bytes_moved / 2**20,
+                outcome.seconds * 1e3,
+            )
+
+    def draw(self, blocks: int) -> int:
+        """Put up to ``blocks`` reserve blocks into the pool; the number put."""
+        ids = self.controller.draw(blocks)
+        if len(ids):
+            self.pool.grow(ids)
+            self.resize(self.pool.num_gpu_blocks)
+            self.journal.capacity(self.controller)
+        return len(ids)
+
+    def want(self, levels: int) -> None:
+        """Ask for ``levels`` more levels, now or as soon as the move under way has settled."""
+        self._wanted_levels += levels - self.controller.request_offload(levels)
+
+    # At an allocation.
+
+    def weigh(self, need: int, hits: Collection[KVCacheBlock], extra: int, request: Any, running: bool) -> int:
+        """Blocks that vLLM shall believe the allocation needs.
+
+        Args:
+            need: blocks vLLM is about to take from the free queue, prefix hits among them.
+            hits: those of them that are prefix hits lying in the free queue.
+            extra: blocks that vLLM wants to stay free beyond that.
+
+        Returns:
+            ``need``, after growing the pool if that was the decision; or more than the pool has, which vLLM
+            takes as "not this step".
+        """
+        if need > self.pool.num_gpu_blocks:
+            # The hybrid manager's word for "not in this step"; nothing is short.
+            self.journal.not_this_step += 1
+            return need
+        fresh = need - len(hits) + extra
+        clean = self._clean(fresh, hits)
+        if fresh <= clean:
+            return need
+        self._lift_idle_cordon()
+        decision = decide(self._situation(fresh - clean, clean, hits, request, running), self.costs.parameters)
+        self.journal.decided(decision)
+        return self._carry_out(decision, need)
+
+    def _carry_out(self, decision: Decision, need: int) -> int:
+        if decision.levels:
+            self.want(decision.levels)
+        if decision.action in (Action.EXPAND, Action.COMBINED):
+            drawn = self.draw(decision.take_blocks)
+            assert drawn == decision.take_blocks, (drawn, decision)
+        elif decision.action is Action.WAIT and (self._wanted_levels or self.controller.moving):
+            self.holding = True
+            return self.pool.num_gpu_blocks + 1
+        return need
+
+    def _lift_idle_cordon(self) -> None:
+        """Pressure is back before the tail was given away: keep it."""
+        if self.pool.cordon_limit is not None:
+            self.pool.lift_cordon()
+
+    def _clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> int:
+        """Blocks at the head of the free queue that hold nothing of value, up to ``wanted``."""
+        hit_ids = {block.block_id for block in hits}
+        count = 0
+        for block in self.pool.free_order():
+            if block.block_id in hit_ids:
+                continue
+            if count == wanted or block.block_hash is not None:
+                break
+            count += 1
+        return count
+
+    def _situation(
+        self, missing: int, clean: int, hits: Collection[KVCacheBlock], request: Any, running: bool
+    ) -> Situation:
+        now = time.monotonic()
+        controller, capacity = self.controller, self.controller.capacity
+        blocked = capacity is None or now < self._no_moves_until
+        coming = self._wanted_levels + controller.arriving_levels
+        level = controller.level + coming
+        per_level = max(capacity.blocks_per_level, 1) if capacity else 1
+        evictable = self.pool.get_num_free_blocks() - clean - len(hits)
+        return Situation(
+            needed_blocks=missing,
+            evictable_blocks=evictable,
+            evictable_tokens=evictable * self.tokens_per_block,
+            evictable_age_s=self._candidate_age(clean, hits, now),
+            tokens_per_block=self.tokens_per_block,
+            r_hit=self.r_hit(now),
+            blocks_per_level=per_level,
+            reserve_blocks=controller.reserve_blocks,
+            arriving_blocks=coming * per_level,
+            reserve_target=controller.reserve_target,
+            level=level,
+            max_level=level if blocked else max(controller.max_level, level),
+            shards_per_group=capacity.group if capacity else 1,
+            experts=capacity.experts if capacity else 1,
+            partial_tokens=request.num_computed_tokens % self.tokens_per_block,
+            can_preempt=evictable < missing,
+            running=running,
+        )
+
+    def _candidate_age(self, clean: int, hits: Collection[KVCacheBlock], now: float) -> float:
+        """Seconds since the block that would be evicted first was last used."""
+        hit_ids = {block.block_id for block in hits}
+        others = (block for block in self.pool.free_order() if block.block_id not in hit_ids)
+        candidate = next(islice(others, clean, None), None)
+        return 0.0 if candidate is None else max(0.0, now - self.pool.freed_at.get(candidate.block_id, now))
+
+    def looked_up(self, request: Any, hit_tokens: int) -> None:
+        """Count an admitted request's prefix lookup; missed blocks that were evicted lately are ghost hits."""
+        missed = request.block_hashes[hit_tokens // self.hash_tokens :]
+        self.hit_rate.record(time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens)
+
+    def _evicted(self, lost: BlockHashWithGroupId) -> None:
+        self.hit_rate.evicted(get_block_hash(lost))
+
+    def r_hit(self, now: float) -> float:
+        reusable = self.costs.policy.hit_rate == "reusable"
+        return self.hit_rate.reusable(now) if reusable else self.hit_rate.observed(now)

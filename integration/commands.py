@@ -1,0 +1,48 @@
+"""What travels between scheduler and workers, as one extra attribute on objects vLLM already sends.
+
+``SchedulerOutput.vamp`` holds a ``StepCommand``: it is the only channel in the same order as the steps, on every
+rank. ``ModelRunnerOutput.vamp`` holds a ``Report`` on the way back. Both classes are plain dataclasses that are
+pickled whole and never rebuilt (``vllm/v1/core/sched/output.py``, ``vllm/v1/outputs.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from vamp_runtime.controller import Capacity, StepCommand
+from vamp_runtime.memory.boundary import Outcome
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+ATTRIBUTE = "vamp"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's news: its capacity with the first step, the outcome of a move with the step that carried it."""
+
+    capacity: Capacity | None = None
+    outcome: Outcome | None = None
+    home_bytes_copied: int = 0
+
+
+def put_command(output: SchedulerOutput, command: StepCommand | None) -> None:
+    setattr(output, ATTRIBUTE, command)
+
+
+def get_command(output: SchedulerOutput) -> StepCommand | None:
+    return getattr(output, ATTRIBUTE, None)
+
+
+def put_report(output: ModelRunnerOutput, report: Report) -> ModelRunnerOutput:
+    """``output`` with the report on it; vLLM's shared empty output is copied, not marked."""
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy.copy(output)
+    setattr(output, ATTRIBUTE, report)
+    return output
+
+
+def get_report(output: Any) -> Report | None:
+    return getattr(output, ATTRIBUTE, None)

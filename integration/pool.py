@@ -1,0 +1,110 @@
+"""Hook: ``vllm/v1/core/block_pool.py`` ``BlockPool`` grows, shrinks and remembers what it evicts.
+
+What: block ids are appended when KV memory was mapped (``grow``), and the highest ids are withdrawn when it is
+to be unmapped (``cordon``, ``parked``, ``truncate``). Freed and evicted blocks are stamped and reported.
+Why: vLLM's pool has a fixed size, and evicts inside ``get_new_blocks`` without telling anyone.
+How: ``adopt`` changes the class of the live pool, because the coordinator and every single-type manager hold
+the same object. It goes when vLLM has a pool of variable size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from vamp_runtime.errors import ConfigError
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+
+class VampBlockPool(BlockPool):
+    """A ``BlockPool`` whose highest ids come and go. Block 0 stays the null block."""
+
+    freed_at: dict[int, float]
+    evictions: int
+    on_evict: Callable[[BlockHashWithGroupId], None] | None
+    cordon_limit: int | None
+    parked: dict[int, KVCacheBlock]
+
+    @classmethod
+    def adopt(cls, pool: BlockPool) -> VampBlockPool:
+        """Turn the live ``pool`` into one that can grow, in place."""
+        if type(pool) is not BlockPool:
+            raise ConfigError(f"block pool: {type(pool).__name__} is not vLLM's BlockPool; remove the other plugin")
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.freed_at, pool.evictions, pool.on_evict = {}, 0, None
+        pool.cordon_limit, pool.parked = None, {}
+        return pool
+
+    def grow(self, ids: range) -> None:
+        """Append ``ids``, which are mapped and zeroed on every rank; they are handed out before any cached block."""
+        assert ids.start == self.num_gpu_blocks == len(self.blocks) and self.cordon_limit is None
+        new = [KVCacheBlock(block_id, pool=self) for block_id in ids]
+        self.blocks.extend(new)
+        self.free_block_queue.prepend_n(new)
+        self.num_gpu_blocks += len(new)
+
+    def free_order(self) -> Iterator[KVCacheBlock]:
+        """Free blocks in the order in which they would be handed out."""
+        block = self.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block is not self.free_block_queue.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        now = time.monotonic()
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self.freed_at[block.block_id] = now
+                self._park(block)
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        lost = block.block_hash
+        evicted: bool = super()._maybe_evict_cached_block(block)
+        if evicted:
+            self.evictions += 1
+            if self.on_evict is not None and lost is not None:
+                self.on_evict(lost)
+        return evicted
+
+    # Shrinking: cordon the tail, wait until every block of it is parked, then cut it off.
+
+    def cordon(self, limit: int) -> None:
+        """Withdraw ids from ``limit`` on: no prefix hit may revive them, and freed ones are parked."""
+        assert 1 < limit <= self.num_gpu_blocks and self.cordon_limit is None
+        self.cordon_limit = limit
+        for block in self.blocks[limit:]:
+            self._maybe_evict_cached_block(block)
+            if block.ref_cnt == 0:
+                self._park(block)
+
+    @property
+    def cordoned_free(self) -> bool:
+        """Whether every cordoned block is parked, so that nothing refers to the tail."""
+        return self.cordon_limit is not None and len(self.parked) == self.num_gpu_blocks - self.cordon_limit
+
+    def truncate(self) -> None:
+        """Cut off the cordoned tail; its memory may then be unmapped."""
+        assert self.cordoned_free and self.cordon_limit is not None
+        del self.blocks[self.cordon_limit :]
+        for block_id in self.parked:
+            self.freed_at.pop(block_id, None)
+        self.num_gpu_blocks = self.cordon_limit
+        self.cordon_limit, self.parked = None, {}
+
+    def lift_cordon(self) -> None:
+        """Give the parked blocks back to the pool."""
+        assert self.cordon_limit is not None
+        self.cordon_limit = None
+        self.free_block_queue.prepend_n(list(self.parked.values()))
+        self.parked = {}
+
+    def _park(self, block: KVCacheBlock) -> None:
+        if self.cordon_limit is not None and block.block_id >= self.cordon_limit:
+            # A cordoned block may have been given a hash again while its request ran on.
+            self._maybe_evict_cached_block(block)
+            self.free_block_queue.remove(block)
+            self.parked[block.block_id] = block

@@ -1,0 +1,79 @@
+"""Hook: the scheduler owns the decision and the numbering of moves.
+
+What: commands leave with ``SchedulerOutput``, reports come back with ``ModelRunnerOutput``; levels are taken
+back when the pressure has gone; a request may be held for a step instead of being preempted.
+Why: only ``schedule()`` knows demand, and only its output reaches every rank in order. How: ``scheduler_cls``
+(``vllm/v1/core/sched/scheduler.py``). Exists as a mixin because the asynchronous scheduler is another class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vamp_integration import settings
+from vamp_integration.arbiter import Arbiter
+from vamp_integration.commands import get_report, put_command
+from vamp_integration.costs import engine_costs
+from vamp_integration.kv_manager import VampKVCacheManager
+from vamp_integration.pool import VampBlockPool
+from vamp_integration.shrink import Shrinker
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+
+class VampSchedulerMixin:
+    """Scheduler side of VAMP. Mixed in before a vLLM scheduler class."""
+
+    arbiter: Arbiter
+    shrinker: Shrinker
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        chosen = settings.of(config)
+        assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
+        pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)  # type: ignore[has-type]
+        costs = engine_costs(chosen, config.model_config.hf_text_config)
+        self.arbiter = Arbiter(pool, costs, self.block_size, self._resize)  # type: ignore[attr-defined]
+        self.shrinker = Shrinker(self.arbiter, chosen)
+        self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)  # type: ignore[has-type]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.arbiter.begin_step()
+        self.shrinker.begin_step(len(self.waiting))  # type: ignore[attr-defined]
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        put_command(output, self.arbiter.command())
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        report = get_report(model_runner_output)
+        if report is not None:
+            self.arbiter.settle(report)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def has_requests(self) -> bool:
+        """Keeps the engine stepping while a command or a finished cordon waits to travel."""
+        busy = self.arbiter.controller.has_command or self.arbiter.pool.cordoned_free
+        return busy or super().has_requests()  # type: ignore[misc, no-any-return]
+
+    def _request_blocks_can_be_freed(self, request: Request) -> bool:
+        """No victim while levels are on their way: the request is held for a step, not preempted."""
+        return not self.arbiter.holding and super()._request_blocks_can_be_freed(request)  # type: ignore[misc, no-any-return]
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.arbiter.journal.preemptions += 1
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def vamp_report(self) -> dict[str, Any]:
+        """Level, blocks, moves and decisions so far, as plain data."""
+        return self.arbiter.journal.report(self.arbiter.controller)
+
+    def _resize(self, num_blocks: int) -> None:
+        """Tell vLLM's other holders of the number of blocks."""
+        self.kv_cache_config.num_blocks = num_blocks  # type: ignore[attr-defined]
+        self.cache_config.num_gpu_blocks = num_blocks  # type: ignore[attr-defined]
+
+
+class VampScheduler(VampSchedulerMixin, Scheduler):
+    """``scheduler_cls`` of engines without asynchronous scheduling (the CPU engine)."""

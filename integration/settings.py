@@ -1,0 +1,90 @@
+"""What a user sets for VAMP inside vLLM: ``--additional-config '{"vamp": {...}}'``.
+
+Kept apart from vLLM's own options so that an engine without ``--load-format vamp`` is not touched at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vamp_runtime.errors import ConfigError
+
+KEY = "vamp"
+LOAD_FORMAT = "vamp"
+
+
+@dataclass(frozen=True)
+class VampSettings:
+    """One engine's settings.
+
+    Attributes:
+        max_offload_ratio: largest share of each layer's experts that may leave HBM, 0..1.
+        policy: name or path of a policy profile.
+        hardware: name or path of a hardware profile; ``auto`` takes ``cpu`` on a CPU engine.
+        model: name or path of a model profile; ``auto`` takes the one for the architecture.
+        granule_kib: page granule of the host driver in KiB (CPU engine only).
+        reserve_levels: levels of KV memory kept mapped but out of the block pool, taken from the KV budget.
+        host_gib: most host memory for home pages, in GiB; 0 means no limit of VAMP's own.
+        home_refresh_mib: most bytes copied to home pages per step, in MiB.
+        record_order: path of a routing profile (JSON, a permutation per layer); empty means by index.
+        restore: whether levels are taken back when the pressure has gone.
+        max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
+        exercise_steps: diagnostic: move a level every so many steps, whatever the policy says; 0 is off.
+    """
+
+    max_offload_ratio: float = 0.25
+    policy: str = "paper"
+    hardware: str = "auto"
+    model: str = "auto"
+    granule_kib: int = 64
+    reserve_levels: int = 1
+    host_gib: float = 0.0
+    home_refresh_mib: int = 64
+    record_order: str = ""
+    restore: bool = True
+    max_cordon_s: float = 30.0
+    exercise_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.max_offload_ratio <= 1.0:
+            raise ConfigError(f"max_offload_ratio: {self.max_offload_ratio} is outside 0..1; try 0.25")
+        if self.granule_kib <= 0 or self.granule_kib % 4:
+            raise ConfigError(f"granule_kib: {self.granule_kib} is not a multiple of 4 KiB pages; try 64")
+        for name, least in (("reserve_levels", 0), ("exercise_steps", 0), ("home_refresh_mib", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below {least}; try {max(least, 1)}")
+        if self.max_cordon_s <= 0:
+            raise ConfigError(f"max_cordon_s: {self.max_cordon_s} is not above 0; try 30")
+        if self.host_gib < 0:
+            raise ConfigError(f"host_gib: {self.host_gib} is below 0; try 0 (no limit)")
+
+
+def parse(values: Mapping[str, Any]) -> VampSettings:
+    """Settings from the ``vamp`` table; unknown names and wrong types raise ``ConfigError``."""
+    fields = {field.name: field for field in dataclasses.fields(VampSettings)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigError(f"additional_config.vamp.{name}: unknown setting; known: {', '.join(fields)}")
+        default = fields[name].default
+        fits = isinstance(value, bool) if isinstance(default, bool) else _fits(value, type(default))
+        if not fits:
+            kind = type(default).__name__
+            raise ConfigError(f"additional_config.vamp.{name}: {value!r} is not of type {kind}; try {default!r}")
+    return VampSettings(**values)
+
+
+def _fits(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+
+
+def of(vllm_config: Any) -> VampSettings | None:
+    """The settings of an engine, or ``None`` where it does not run VAMP."""
+    if vllm_config.load_config.load_format != LOAD_FORMAT:
+        return None
+    extra = vllm_config.additional_config
+    return parse(extra.get(KEY, {}) if isinstance(extra, Mapping) else {})

@@ -1,0 +1,111 @@
+"""Takes levels back from the KV cache: cordon the tail, wait until it is free, send the restore.
+
+Cached blocks in the tail lose their hashes; the decision has priced that loss (``decide_restore``).
+"""
+
+from __future__ import annotations
+
+import time
+
+from vamp_integration.arbiter import Arbiter
+from vamp_integration.settings import VampSettings
+from vamp_runtime.policy.restore import RestoreSituation, decide_restore
+
+# Looking costs a walk over the free blocks, so not in every step.
+LOOK_EVERY_S = 0.25
+
+
+class Shrinker:
+    """The restoring half of the policy, for the scheduler's thread only."""
+
+    def __init__(self, arbiter: Arbiter, settings: VampSettings) -> None:
+        self.arbiter = arbiter
+        self.settings = settings
+        self._levels = 0
+        self._cordoned_at = 0.0
+        self._looked_at = 0.0
+        self._steps = 0
+        self._rising = True
+
+    def begin_step(self, waiting: int) -> None:
+        """Carry a restore on, or begin one."""
+        self._steps += 1
+        if self.arbiter.pool.cordon_limit is not None:
+            self._carry_on()
+        elif self.settings.exercise_steps:
+            self._exercise()
+        elif self.settings.restore:
+            self._look(waiting)
+
+    def restore(self, levels: int) -> bool:
+        """Begin to take ``levels`` levels back; whether that was possible now."""
+        arbiter, controller = self.arbiter, self.arbiter.controller
+        if controller.moving or not 0 < levels <= controller.level:
+            return False
+        self._levels, self._cordoned_at = levels, time.monotonic()
+        limit = min(controller.restore_limit(levels), controller.pool_blocks)
+        arbiter.pool.cordon(limit)
+        self._carry_on()
+        return True
+
+    def _carry_on(self) -> None:
+        arbiter = self.arbiter
+        if arbiter.pool.cordoned_free:
+            arbiter.pool.truncate()
+            blocks = arbiter.controller.request_restore(self._levels)
+            assert blocks == arbiter.pool.num_gpu_blocks, (blocks, arbiter.pool.num_gpu_blocks)
+            arbiter.resize(blocks)
+            arbiter.journal.capacity(arbiter.controller)
+        elif time.monotonic() - self._cordoned_at > self.settings.max_cordon_s:
+            arbiter.pool.lift_cordon()
+            arbiter.journal.cordons_given_up += 1
+
+    def _look(self, waiting: int) -> None:
+        now, arbiter, controller = time.monotonic(), self.arbiter, self.arbiter.controller
+        if controller.level == 0 or controller.moving or now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        situation = self._situation(waiting, now)
+        decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+        if decision.levels:
+            self.restore(decision.levels)
+
+    def _situation(self, waiting: int, now: float) -> RestoreSituation:
+        arbiter, controller = self.arbiter, self.arbiter.controller
+        capacity = controller.capacity
+        assert capacity is not None
+        # What leaves is the tail, whatever the free queue would hand out next.
+        limit = controller.restore_limit(1)
+        tail = arbiter.pool.blocks[min(limit, controller.pool_blocks) :]
+        free = [block for block in tail if block.ref_cnt == 0]
+        cached = [block for block in free if block.block_hash is not None]
+        ages = [now - arbiter.pool.freed_at.get(block.block_id, now) for block in cached]
+        return RestoreSituation(
+            level=1,
+            shards_per_group=capacity.group,
+            experts=capacity.experts,
+            blocks_per_level=max(len(tail), 1),
+            clean_blocks=len(free) - len(cached),
+            cached_blocks=len(cached),
+            tokens_per_block=arbiter.tokens_per_block,
+            cached_age_s=min(ages, default=0.0),
+            r_hit=arbiter.r_hit(now),
+            waiting_requests=waiting,
+            since_last_move_s=now - arbiter.last_move_at,
+            moving=controller.moving,
+        )
+
+    def _exercise(self) -> None:
+        """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""
+        controller = self.arbiter.controller
+        if controller.moving or self._steps % self.settings.exercise_steps or controller.max_level == 0:
+            return
+        if controller.level == controller.max_level:
+            self._rising = False
+        elif controller.level == 0:
+            self._rising = True
+        if self._rising:
+            self.arbiter.draw(controller.reserve_blocks - controller.reserve_target)
+            self.arbiter.want(1)
+        else:
+            self.restore(1)

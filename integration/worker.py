@@ -1,0 +1,160 @@
+"""Hook: the worker carries out moves before the step that depends on them.
+
+What: a mixin over vLLM's worker (``vllm/v1/worker/gpu_worker.py``, ``cpu_worker.py``): keeps the reserve out of
+the KV budget, lays the KV cache into the region, obeys ``SchedulerOutput.vamp`` at the top of
+``execute_model`` and answers with the step's output. Why there: every rank sees steps in one order.
+How: ``worker_cls``. vLLM only logs an exception of a rank that does not return output, so a move that fails
+beyond repair ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from vamp_integration import kv_memory, settings
+from vamp_integration.agreement import make_agreement
+from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.placement_cpu import ExpertMemory
+from vamp_runtime.controller import Capacity, StepCommand
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.boundary import Boundary
+from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.tensor import tensor_at
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+EXIT_STATE_LOST = 70
+HOME_REFRESH_STEPS = 64
+
+
+class VampWorkerMixin:
+    """Worker side of VAMP. Mixed in before a vLLM worker class."""
+
+    _memory: ExpertMemory
+    _boundary: Boundary
+    _kv_buffer: kv_memory.KVBuffer | None = None
+    _report: Report | None = None
+    _steps: int = 0
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        memory = getattr(self.model_runner.get_model(), "vamp_memory", None)  # type: ignore[attr-defined]
+        if memory is None:
+            raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
+        self._memory = memory
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        geometry = self._memory.slab.geometry
+        page = geometry.page_bytes
+        levels = self._settings().reserve_levels if geometry.max_level else 0
+        reserve = levels * geometry.pages_per_level
+        self._kv_pages = available // page
+        if reserve * 2 > self._kv_pages:
+            raise ConfigError(
+                f"kv_cache_memory_bytes: {available} is too small for a reserve of {levels} level(s) "
+                f"of {geometry.pages_per_level * page} bytes; give at least {2 * reserve * page}"
+            )
+        return (self._kv_pages - reserve) * page
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Lay the KV cache into a region with room for every level; only its head is backed."""
+        slab, driver = self._memory.slab, self._memory.driver
+        geometry = slab.geometry
+        most = self._kv_pages + geometry.max_level * geometry.pages_per_level
+        kv = kv_memory.region_geometry(kv_cache_config, geometry.page_bytes, most)
+        pages = self._kv_pages if geometry.max_level else kv.pages_for_blocks(kv_cache_config.num_blocks)
+        region = KVRegion(driver, self._memory.ledger, kv, pages=pages)
+        region.claim(kv_cache_config.num_blocks)
+        buffer = tensor_at(region.address(0, 0), (region.nbytes,), torch.int8, torch.device("cpu"))
+        self._kv_buffer = kv_memory.KVBuffer(buffer)
+        config = kv_memory.virtual_config(self.vllm_config, kv_cache_config, kv.virtual_blocks)  # type: ignore[attr-defined]
+        super().initialize_from_config(config)  # type: ignore[misc]
+        if self._kv_buffer.taken != 1:
+            raise ConfigError("vllm: its KV cache was not allocated in the KV region; use vLLM 0.32.0")
+        # vLLM has written the virtual number of blocks here; the scheduler's pool has the mapped ones.
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
+        self._memory.ledger.seal()
+        self._boundary = Boundary(slab, region, make_agreement(), driver)
+        self._report = Report(capacity=self._capacity(pages))
+        logger.info(
+            "VAMP: KV cache of %d blocks now, %d mapped, at most %d; virtual %d MiB",
+            kv_cache_config.num_blocks,
+            region.blocks,
+            self._report.capacity.blocks_at[-1] if self._report.capacity else region.blocks,
+            region.nbytes >> 20,
+        )
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag == "kv_cache" and self._kv_buffer is not None:
+            return self._kv_buffer
+        return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        command = get_command(scheduler_output)
+        if command is not None:
+            self._obey(command)
+        self._steps += 1
+        if self._steps % HOME_REFRESH_STEPS == 0:
+            self._follow_coldest()
+        return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self._answer(super().sample_tokens(grammar_output))  # type: ignore[misc]
+
+    def _obey(self, command: StepCommand) -> None:
+        try:
+            self._boundary.region.claim(command.claimed_blocks)
+            if command.move is not None:
+                self._report = Report(outcome=self._boundary.run(command.move))
+        except BaseException:
+            # vLLM would only log this on most ranks and then wait for ever in a collective.
+            traceback.print_exc()
+            logger.critical("VAMP: a move failed and could not be undone; ending the process")
+            os._exit(EXIT_STATE_LOST)
+
+    def _follow_coldest(self) -> None:
+        """Order groups by measured use and let the home pages follow, at a bounded rate."""
+        slab = self._memory.slab
+        for layer, hits in enumerate(self._memory.hits):
+            slab.set_coldness(layer, coldest_groups(hits.tolist(), slab, layer))
+        slab.refresh_homes(self._settings().home_refresh_mib << 20)
+
+    def _answer(self, output: Any) -> Any:
+        if self._report is None or not isinstance(output, ModelRunnerOutput):
+            return output
+        report, self._report = self._report, None
+        return put_report(output, report)
+
+    def _capacity(self, pages: int) -> Capacity:
+        geometry = self._memory.slab.geometry
+        kv = self._boundary.region.geometry
+        levels = range(geometry.max_level + 1)
+        return Capacity(
+            blocks_at=tuple(kv.blocks_for_pages(pages + level * geometry.pages_per_level) for level in levels),
+            experts=geometry.experts,
+            group=geometry.group,
+            level_bytes=geometry.pages_per_level * geometry.page_bytes,
+        )
+
+    def _settings(self) -> settings.VampSettings:
+        chosen = settings.of(self.vllm_config)  # type: ignore[attr-defined]
+        assert chosen is not None
+        return chosen
+
+
+def coldest_groups(hits: list[int], slab: Any, layer: int) -> list[int]:
+    """Movable groups of ``layer``, least used first; ties go to the highest index, as before any count."""
+    use = [0] * slab.geometry.groups
+    for expert, count in enumerate(hits):
+        use[slab.record(layer, expert) // slab.geometry.group] += count
+    return sorted(range(slab.geometry.movable_groups), key=lambda group: (use[group], -group))

@@ -1,0 +1,10 @@
+"""The CPU engine's worker with VAMP. A step runs to its end before the next begins, so moves need no fence."""
+
+from __future__ import annotations
+
+from vamp_integration.worker import VampWorkerMixin
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class VampCPUWorker(VampWorkerMixin, CPUWorker):
+    """``worker_cls`` of the CPU engine."""
