@@ -1,0 +1,261 @@
+"""The decision at a KV allocation that clean free blocks cannot satisfy: expand, evict, preempt or wait."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost
+from vamp_runtime.policy.parameters import CostParameters
+
+
+class Action(enum.Enum):
+    """What to do about the blocks that are missing.
+
+    At equal cost the first in this order wins, because it moves the least state: evicting only drops hashes,
+    and a level can still be given later; combined moves fewer levels than expanding; waiting moves the same
+    levels and delays a request; preempting throws away the computed state of a request that is being served.
+    """
+
+    EVICT = "evict"
+    COMBINED = "combined"
+    EXPAND = "expand"
+    WAIT = "wait"
+    PREEMPT = "preempt"
+
+
+class Bound(enum.Enum):
+    """Why plain expansion was not possible."""
+
+    MAX_LEVEL = "max_level"
+    RESERVE = "reserve"
+
+
+TIE_ORDER = {action: order for order, action in enumerate(Action)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a decision rests on.
+
+    Attributes:
+        needed_blocks: KV blocks missing after the clean free ones, 1 or more (the paper's G).
+        evictable_blocks: free blocks that hold cached content: the candidate.
+        evictable_tokens: tokens cached in them.
+        evictable_age_s: seconds since the candidate was last used.
+        tokens_per_block: tokens of one full block.
+        r_hit: prefix-cache hit rate, 0 to 1.
+        blocks_per_level: whole KV blocks that one level buys, 1 or more.
+        reserve_blocks: blocks mapped and zeroed, not yet in the pool: what can be given now.
+        arriving_blocks: blocks of levels already requested that are not in the reserve yet.
+        reserve_target: blocks the reserve is to hold again after a refill.
+        level: groups of every layer that are out of HBM or on their way out.
+        max_level: groups of every layer that can leave, by home slots.
+        shards_per_group: expert shards in one group (the paper's g).
+        experts: local shards per layer and rank (the paper's E).
+        partial_tokens: tokens in the last, unfinished block of the request that would be preempted.
+        can_preempt: there is a running request whose blocks can be freed now.
+        running: the allocation is of a running request; otherwise of one that waits for admission.
+    """
+
+    needed_blocks: int
+    evictable_blocks: int
+    evictable_tokens: int
+    evictable_age_s: float
+    tokens_per_block: int
+    r_hit: float
+    blocks_per_level: int
+    reserve_blocks: int
+    arriving_blocks: int
+    reserve_target: int
+    level: int
+    max_level: int
+    shards_per_group: int
+    experts: int
+    partial_tokens: int
+    can_preempt: bool
+    running: bool
+
+    def __post_init__(self) -> None:
+        assert self.needed_blocks > 0 and self.blocks_per_level > 0 and self.shards_per_group > 0
+        assert min(self.evictable_blocks, self.evictable_tokens, self.partial_tokens, self.level) >= 0
+        assert min(self.reserve_blocks, self.arriving_blocks, self.reserve_target, self.max_level) >= 0
+        assert self.evictable_age_s >= 0 and 0 <= self.r_hit <= 1
+
+
+class Rejected(NamedTuple):
+    """An action not taken: its cost, and why it was impossible (``None``: it was possible, only dearer)."""
+
+    action: Action
+    cost_s: float
+    infeasible: str | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and what was weighed against it.
+
+    Attributes:
+        action: the cheapest feasible action; ``WAIT`` with ``levels`` 0 also where none was.
+        levels: further levels to request from the experts; never beyond the bound.
+        take_blocks: blocks to take from the reserve now.
+        evict_blocks: cached blocks to evict now.
+        cost_s: price of the action in seconds; 0 where waiting is all that is left, which has no price.
+        rejected: every other action, in the order of ``Action``.
+        bound: the limit that made plain expansion impossible, whatever was chosen then.
+    """
+
+    action: Action
+    levels: int
+    take_blocks: int
+    evict_blocks: int
+    cost_s: float
+    rejected: tuple[Rejected, ...]
+    bound: Bound | None
+
+
+class _Option(NamedTuple):
+    action: Action
+    cost_s: float
+    infeasible: str | None
+    levels: int = 0
+    take_blocks: int = 0
+    evict_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """How far the experts can answer: levels still allowed, and blocks beyond the reserve's target.
+
+    Surplus blocks were paid for by an earlier move (levels come in whole numbers, and a request may have
+    waited for some), so taking them asks for no further level. At the bound no refill can come, so all is
+    surplus.
+    """
+
+    room: int
+    surplus: int
+    blocks_per_level: int
+
+    def levels_for(self, blocks: int) -> int:
+        return math.ceil(max(0, blocks - self.surplus) / self.blocks_per_level)
+
+
+def decide(situation: Situation, parameters: CostParameters) -> Decision:
+    """The cheapest feasible action by the paper's cost model; ties by the order of ``Action``."""
+    expansion = _expansion(situation, parameters)
+    options = (
+        _evict(situation, parameters),
+        _combined(situation, parameters, expansion),
+        _expand(situation, parameters, expansion),
+        _wait(situation, parameters, expansion),
+        _preempt(situation, parameters),
+    )
+    feasible = [option for option in options if option.infeasible is None]
+    nothing = _Option(Action.WAIT, 0.0, None)
+    chosen = min(feasible, key=lambda o: (o.cost_s, TIE_ORDER[o.action]), default=nothing)
+    assert chosen.levels <= expansion.room and chosen.take_blocks <= situation.reserve_blocks
+    assert chosen.evict_blocks <= situation.evictable_blocks
+    rejected = tuple(
+        Rejected(o.action, o.cost_s, o.infeasible) for o in options if o.action is not chosen.action
+    )
+    bound = _bound(situation, expansion)
+    return Decision(
+        action=chosen.action,
+        levels=chosen.levels,
+        take_blocks=chosen.take_blocks,
+        evict_blocks=chosen.evict_blocks,
+        cost_s=chosen.cost_s,
+        rejected=rejected,
+        bound=bound[0] if bound else None,
+    )
+
+
+def describe(decision: Decision) -> str:
+    """One line for the log: the action with its cost, and the cost of each rejected one."""
+    moves = {"levels": decision.levels, "take": decision.take_blocks, "evict": decision.evict_blocks}
+    parts = [f"{decision.action.value} at {decision.cost_s:.6g} s"]
+    parts += [f"{name} {count}" for name, count in moves.items() if count]
+    parts += [f"bound by {decision.bound.value}"] if decision.bound else []
+    rejected = [
+        f"{r.action.value} {r.cost_s:.6g} s" + (f" ({r.infeasible})" if r.infeasible else "")
+        for r in decision.rejected
+    ]
+    return f"{', '.join(parts)}; rejected: {', '.join(rejected)}"
+
+
+def _expansion(s: Situation, parameters: CostParameters) -> _Expansion:
+    room = max(0, min(s.max_level, parameters.max_level(s.experts, s.shards_per_group)) - s.level)
+    target = s.reserve_target if room else 0
+    return _Expansion(room, max(0, s.reserve_blocks + s.arriving_blocks - target), s.blocks_per_level)
+
+
+def _bound(s: Situation, expansion: _Expansion) -> tuple[Bound, str] | None:
+    levels = expansion.levels_for(s.needed_blocks)
+    if levels > expansion.room:
+        return Bound.MAX_LEVEL, f"needs {levels} levels, {expansion.room} left"
+    if s.needed_blocks > s.reserve_blocks:
+        return Bound.RESERVE, f"needs {s.needed_blocks} blocks, reserve has {s.reserve_blocks}"
+    return None
+
+
+def _evictable(s: Situation, blocks: int) -> str | None:
+    return (
+        None if blocks <= s.evictable_blocks else f"needs {blocks} cached blocks, {s.evictable_blocks} there"
+    )
+
+
+def _evict(s: Situation, parameters: CostParameters) -> _Option:
+    blocks = s.needed_blocks
+    tokens = min(blocks * s.tokens_per_block, s.evictable_tokens)
+    cost = evict_cost(tokens, s.evictable_age_s, s.r_hit, parameters)
+    return _Option(Action.EVICT, cost, _evictable(s, blocks), evict_blocks=blocks)
+
+
+def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+    """Whole levels, as many as fit into the need, the bound and the reserve; the rest is evicted."""
+    whole = max(0, s.needed_blocks - expansion.surplus) // s.blocks_per_level
+    within = expansion.surplus + min(whole, expansion.room) * s.blocks_per_level
+    take = min(s.needed_blocks, s.reserve_blocks, within)
+    evict, levels = s.needed_blocks - take, expansion.levels_for(take)
+    tokens = min(evict * s.tokens_per_block, s.evictable_tokens)
+    shards = levels * s.shards_per_group
+    cost = combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, parameters)
+    reason = _evictable(s, evict)
+    if take == 0:
+        reason = "not one whole level"
+    elif evict == 0:
+        reason = "whole levels, nothing to evict"
+    return _Option(Action.COMBINED, cost, reason, levels, take, evict)
+
+
+def _expand(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+    levels = expansion.levels_for(s.needed_blocks)
+    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
+    bound = _bound(s, expansion)
+    return _Option(Action.EXPAND, cost, bound[1] if bound else None, levels, s.needed_blocks)
+
+
+def _wait(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+    """A request that is not running can wait for levels that the reserve cannot give now."""
+    levels = expansion.levels_for(s.needed_blocks)
+    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
+    bound = _bound(s, expansion)
+    reason = None
+    if s.running:
+        reason = "a running request needs its blocks now"
+    elif bound is None:
+        reason = "the reserve has enough"
+    elif bound[0] is Bound.MAX_LEVEL:
+        reason = bound[1]
+    return _Option(Action.WAIT, cost, reason, levels)
+
+
+def _preempt(s: Situation, parameters: CostParameters) -> _Option:
+    reason = None
+    if not s.running:
+        reason = "only a running request preempts"
+    elif not s.can_preempt:
+        reason = "no request can be preempted now"
+    return _Option(Action.PREEMPT, preempt_cost(s.needed_blocks, s.partial_tokens, parameters), reason)

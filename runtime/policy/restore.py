@@ -1,0 +1,98 @@
+"""When levels go back from the KV cache to the experts. Not in the paper, which only expands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vamp_runtime.policy.cost import evict_cost, offload_cost
+from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreSituation:
+    """What giving levels back rests on.
+
+    Attributes:
+        level: groups of every layer that are out of HBM.
+        shards_per_group: expert shards in one group.
+        experts: local shards per layer and rank.
+        blocks_per_level: KV blocks that one level takes away, 1 or more.
+        clean_blocks: free blocks without cached content, less what should stay free for new requests.
+        cached_blocks: free blocks with cached content that would go next.
+        tokens_per_block: tokens of one full block.
+        cached_age_s: seconds since these were last used.
+        r_hit: prefix-cache hit rate, 0 to 1.
+        waiting_requests: requests that wait for admission or were preempted.
+        since_last_move_s: seconds since the last move in either direction was published.
+        moving: a move is under way.
+    """
+
+    level: int
+    shards_per_group: int
+    experts: int
+    blocks_per_level: int
+    clean_blocks: int
+    cached_blocks: int
+    tokens_per_block: int
+    cached_age_s: float
+    r_hit: float
+    waiting_requests: int
+    since_last_move_s: float
+    moving: bool
+
+    def __post_init__(self) -> None:
+        assert self.blocks_per_level > 0 and self.shards_per_group > 0
+        assert min(self.level, self.clean_blocks, self.cached_blocks, self.waiting_requests) >= 0
+        assert self.cached_age_s >= 0 and 0 <= self.r_hit <= 1
+
+
+@dataclass(frozen=True)
+class RestoreDecision:
+    """Levels to give back, what that saves and loses in seconds, and why none where ``levels`` is 0."""
+
+    levels: int
+    saving_s: float
+    loss_s: float
+    reason: str | None
+
+
+def decide_restore(
+    situation: RestoreSituation, parameters: CostParameters, restore: RestoreParameters
+) -> RestoreDecision:
+    """The number of levels with the largest ``saving - dead_zone * loss`` over 0; at a tie the fewest.
+
+    The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go.
+    """
+    reason = _hold(situation, restore)
+    if reason is not None:
+        return RestoreDecision(0, 0.0, 0.0, reason)
+    best = RestoreDecision(0, 0.0, 0.0, "the cached blocks are worth more")
+    best_gain = 0.0
+    for levels in range(1, situation.level + 1):
+        lost = max(0, levels * situation.blocks_per_level - situation.clean_blocks)
+        if lost > situation.cached_blocks:
+            break
+        saving = offload_cost(levels * situation.shards_per_group, situation.experts, parameters)
+        loss = _loss(situation, lost, parameters)
+        gain = saving - restore.dead_zone * loss
+        if gain > best_gain:
+            best, best_gain = RestoreDecision(levels, saving, loss, None), gain
+    return best
+
+
+def _loss(s: RestoreSituation, blocks: int, parameters: CostParameters) -> float:
+    return evict_cost(blocks * s.tokens_per_block, s.cached_age_s, s.r_hit, parameters) if blocks else 0.0
+
+
+def _hold(s: RestoreSituation, restore: RestoreParameters) -> str | None:
+    if s.level == 0:
+        return "every expert is in HBM"
+    if s.moving:
+        return "a move is under way"
+    if s.waiting_requests:
+        return f"{s.waiting_requests} requests wait"
+    if s.since_last_move_s < restore.min_dwell_s:
+        return f"last move {s.since_last_move_s:.6g} s ago, dwell {restore.min_dwell_s:.6g} s"
+    if s.blocks_per_level > s.clean_blocks + s.cached_blocks:
+        return "too few free blocks for one level"
+    return None
