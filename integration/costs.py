@@ -53,7 +53,10 @@ def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
 
 def engine_costs(settings: VampSettings, hf_config: Any) -> Costs:
     """Profiles of ``settings`` as parameters; the user's ratio replaces the policy's."""
-    policy = load_policy(settings.policy)
+    from vllm.platforms import current_platform
+
+    by_device = "cpu" if current_platform.is_cpu() else "paper"
+    policy = load_policy(by_device if settings.policy == "auto" else settings.policy)
     model = model_profile(settings, hf_config)
     layers = getattr(hf_config, "num_hidden_layers", model.layers.value)
     parameters = CostParameters(

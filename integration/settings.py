@@ -22,7 +22,7 @@ class VampSettings:
 
     Attributes:
         max_offload_ratio: largest share of each layer's experts that may leave HBM, 0..1.
-        policy: name or path of a policy profile.
+        policy: name or path of a policy profile; ``auto`` takes ``cpu`` on a CPU engine, else ``paper``.
         hardware: name or path of a hardware profile; ``auto`` takes ``cpu`` on a CPU engine.
         model: name or path of a model profile; ``auto`` takes the one for the architecture.
         granule_kib: page granule of the host driver in KiB (CPU engine only).
@@ -36,7 +36,7 @@ class VampSettings:
     """
 
     max_offload_ratio: float = 0.25
-    policy: str = "paper"
+    policy: str = "auto"
     hardware: str = "auto"
     model: str = "auto"
     granule_kib: int = 64

@@ -238,14 +238,12 @@ def _expand(s: Situation, parameters: CostParameters, expansion: _Expansion) -> 
 
 
 def _wait(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
-    """A request that is not running can wait for levels that the reserve cannot give now."""
+    """The request can wait a step or two for levels that the reserve cannot give now, running or not."""
     levels = expansion.levels_for(s.needed_blocks)
     cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
     bound = _bound(s, expansion)
     reason = None
-    if s.running:
-        reason = "a running request needs its blocks now"
-    elif bound is None:
+    if bound is None:
         reason = "the reserve has enough"
     elif bound[0] is Bound.MAX_LEVEL:
         reason = bound[1]

@@ -77,15 +77,19 @@ class HitRate:
             now_s: seconds on a clock that never runs back.
             queried: tokens of the prompt that were looked up.
             hit: tokens of these that were found.
-            missed: hashes of its full blocks that were not found; those remembered as evicted are ghost hits,
-                and are forgotten because the request computes them anew.
+            missed: hashes of its full blocks that were not found, in order. Hashes are chained: one that is
+                remembered as evicted proves that the whole prefix before it was there once, also where a hybrid
+                model keeps something for some blocks only. Those found are forgotten, since the request
+                computes them anew.
             tokens_per_block: tokens that each of ``missed`` stands for.
         """
         assert 0 <= hit <= queried
-        found = [block_hash for block_hash in missed if block_hash in self._ghosts]
-        for block_hash in found:
-            self._ghosts.pop(block_hash, None)
-        ghost = min(len(found) * tokens_per_block, queried - hit)
+        reach = 0
+        for block, block_hash in enumerate(missed, 1):
+            if block_hash in self._ghosts:
+                del self._ghosts[block_hash]
+                reach = block
+        ghost = min(reach * tokens_per_block, queried - hit)
         self._queries.append(_Query(now_s, queried, hit, ghost))
         self._queried += queried
         self._hit += hit

@@ -95,14 +95,15 @@ def test_preempt_when_it_is_free() -> None:
     assert moves(decision) == (Action.PREEMPT, 0, 0, 0)
 
 
-def test_wait_for_levels_that_the_reserve_cannot_give() -> None:
-    decision = decide(replace(S, running=False, reserve_blocks=4, reserve_target=4), P)
+@pytest.mark.parametrize("running", [False, True])
+def test_wait_for_levels_that_the_reserve_cannot_give(running: bool) -> None:
+    decision = decide(replace(S, running=running, reserve_blocks=4, reserve_target=4), P)
     assert moves(decision) == (Action.WAIT, 2, 0, 0)
     assert (decision.cost_s, decision.bound) == (0.125, Bound.RESERVE)
 
 
 def test_wait_where_nothing_is_possible() -> None:
-    decision = decide(replace(S, evictable_blocks=0, reserve_blocks=0, can_preempt=False), P)
+    decision = decide(replace(S, evictable_blocks=0, reserve_blocks=0, level=8, can_preempt=False), P)
     assert moves(decision) == (Action.WAIT, 0, 0, 0)
     assert len(decision.rejected) == 4 and all(r.infeasible for r in decision.rejected)
 
@@ -117,8 +118,7 @@ def test_wait_where_nothing_is_possible() -> None:
         ({"reserve_blocks": 5}, Action.EXPAND, "needs 6 blocks, reserve has 5"),
         ({"level": 7}, Action.EXPAND, "needs 2 levels, 1 left"),
         ({"max_level": 1}, Action.EXPAND, "needs 2 levels, 1 left"),
-        ({}, Action.WAIT, "a running request needs its blocks now"),
-        ({"running": False}, Action.WAIT, "the reserve has enough"),
+        ({}, Action.WAIT, "the reserve has enough"),
         ({"running": False, "level": 7}, Action.WAIT, "needs 2 levels, 1 left"),
         ({"running": False}, Action.PREEMPT, "only a running request preempts"),
         ({"can_preempt": False}, Action.PREEMPT, "no request can be preempted now"),
@@ -166,7 +166,8 @@ def test_combined_stops_at_the_bound_and_evicts_the_rest() -> None:
 
 def test_combined_stops_at_the_reserve() -> None:
     decision = decide(replace(S, needed_blocks=20, r_hit=1.0), replace(NO_OVERHEAD, t_prefill_s=1 / 64))
-    assert moves(decision) == (Action.PREEMPT, 0, 0, 0)  # 20 x 8 / 64 = 2.5
+    assert moves(decision) == (Action.WAIT, 5, 0, 0)  # 5 x 2 / 32 = 0.3125
+    assert costs(decision)[Action.PREEMPT] == 2.5  # 20 x 8 / 64
     assert decision.bound is Bound.RESERVE
     assert costs(decision)[Action.COMBINED] == 3.125  # takes the 8 blocks: 4 / 32 + 12 x 16 / 64
 
@@ -199,7 +200,7 @@ def test_tokens_are_never_more_than_the_candidate_holds() -> None:
 def test_describe_is_one_line_with_every_cost() -> None:
     assert describe(decide(S, P)) == (
         "expand at 0.125 s, levels 2, take 6; rejected: evict 0.296875 s, combined 0.328125 s, "
-        "wait 0.125 s (a running request needs its blocks now), preempt 3.04688 s"
+        "wait 0.125 s (the reserve has enough), preempt 3.04688 s"
     )
     assert "bound by reserve" in describe(decide(replace(S, reserve_blocks=5), P))
 

@@ -93,8 +93,15 @@ def test_ghosts_are_bounded_oldest_first() -> None:
     rate = make(ghost_blocks=2)
     for block_hash in ("a", "b", "a", "c"):  # evicting "a" again makes it young
         rate.evicted(block_hash)
-    rate.record(0.0, 48, 0, ["a", "b", "c"], 16)
+    rate.record(0.0, 48, 0, ["a", "c", "b"], 16)
     assert rate.reusable(0.0) == pytest.approx(2 / 3)
+
+
+def test_a_ghost_proves_its_whole_prefix() -> None:
+    rate = make(window_tokens=10_000)
+    rate.evicted("c")
+    rate.record(0.0, 64, 0, ["a", "b", "c", "d"], 16)
+    assert rate.reusable(0.0) == 0.75
 
 
 def test_without_ghosts_both_readings_agree() -> None:
