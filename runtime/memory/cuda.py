@@ -1,0 +1,283 @@
+"""The memory driver of an NVIDIA GPU: CUDA virtual memory management through ``cuda.bindings``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from vamp_runtime.errors import ConfigError, DriverError, StateLost
+from vamp_runtime.memory.address_space import AddressSpace, Handle, Mapping, check_budgets
+from vamp_runtime.memory.cuda_api import CudaApi, access_list, allocation_prop, require_tiers
+from vamp_runtime.memory.driver import DriverUsage, Tier
+from vamp_runtime.memory.transaction import Transaction
+
+
+@dataclass(eq=False)
+class CudaMark:
+    """An event on the compute stream; ``None`` once it has been seen to pass."""
+
+    event: Any
+
+
+class CudaDriver:
+    """``MemoryDriver`` on one GPU, in its primary context, beside torch. For one thread at a time.
+
+    Copies and zeroing run on a stream of the driver's own, at the lowest priority. ``unmap`` waits for those
+    of them that use the range; kernels on other streams are the caller's to wait for.
+
+    Args:
+        device: CUDA ordinal of the GPU whose kernels use the memory.
+        peer: ordinal of a GPU joined to it, for the peer tier.
+        budgets: bytes of each tier the driver offers, at most. Default: HBM, HOST and, with ``peer``, PEER,
+            each until the system refuses.
+        compute_stream: the CUDA stream handle that ``mark`` records on. Default: the legacy default stream.
+
+    Raises:
+        ConfigError: cuda-bindings, the device, or something a tier needs of it is missing.
+    """
+
+    def __init__(
+        self,
+        device: int = 0,
+        peer: int | None = None,
+        budgets: MappingOf[Tier, int] | None = None,
+        compute_stream: Callable[[], int] | None = None,
+    ) -> None:
+        offered = {Tier.HBM, Tier.HOST} | ({Tier.PEER} if peer is not None else set())
+        self._tiers = frozenset(offered if budgets is None else budgets)
+        self._budgets = dict(budgets or {})
+        if budgets is not None:
+            check_budgets(budgets)
+        self._used = dict.fromkeys(self._tiers, 0)
+        self._compute_stream = compute_stream
+        self._idle_events: list[Any] = []
+        self._marks: set[CudaMark] = set()
+        self._busy: set[int] = set()
+        self._api = CudaApi(device)
+        try:
+            require_tiers(self._api, self._tiers, peer)
+            ordered = [tier for tier in Tier if tier in self._tiers]
+            self._props = {tier: allocation_prop(self._api, tier, peer) for tier in ordered}
+            self._access = {tier: access_list(self._api, tier, prop) for tier, prop in self._props.items()}
+            self._space = AddressSpace(self._common_granularity())
+            self._stream = self._low_priority_stream()
+            for tier in ordered:
+                self._try_move(tier)
+        except ConfigError:
+            self._api.close()
+            raise
+
+    @property
+    def granularity(self) -> int:
+        return self._space.granularity
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return self._tiers
+
+    def reserve(self, nbytes: int) -> int:
+        self._space.check_size("reserve", nbytes)
+        if not self._tiers:
+            raise DriverError("reserve", "the driver is closed")
+        address = int(self._api.call("cuMemAddressReserve", nbytes, self.granularity, 0, 0))
+        self._space.add_reservation(address, nbytes)
+        return address
+
+    def free(self, address: int, nbytes: int) -> None:
+        self._space.check_free(address, nbytes)
+        self._api.call("cuMemAddressFree", address, nbytes)
+        self._space.drop_reservation(address)
+
+    def create(self, nbytes: int, tier: Tier) -> int | None:
+        self._space.check_size("create", nbytes)
+        if tier not in self._tiers:
+            raise DriverError("create", f"this driver has no tier {tier.value}")
+        if tier in self._budgets and self._used[tier] + nbytes > self._budgets[tier]:
+            return None
+        try:
+            raw = int(self._api.call("cuMemCreate", nbytes, self._props[tier], 0))
+        except DriverError as error:
+            if error.detail == "CUDA_ERROR_OUT_OF_MEMORY":
+                return None
+            raise
+        self._used[tier] += nbytes
+        return self._space.add_handle(Handle(nbytes, tier, raw))
+
+    def release(self, handle: int) -> None:
+        found = self._space.check_release(handle)
+        self._api.call("cuMemRelease", found.raw)
+        self._space.drop_handle(handle)
+        self._used[found.tier] -= found.nbytes
+
+    def map(self, address: int, handle: int) -> None:
+        found = self._space.check_map(address, handle)
+        self._api.call("cuMemMap", address, found.nbytes, 0, found.raw, 0)
+        self._space.add_mapping(address, handle)
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        found = self._space.check_whole("set_access", address, nbytes)
+        opened = [mapping for mapping in found if not self._space.accessible(mapping)]
+        edges = [0, *self._space.seams(address, nbytes), nbytes]
+        try:
+            for start, end in pairwise(edges):
+                access = self._access[self._space.tier_at(address + start)]
+                self._api.call("cuMemSetAccess", address + start, end - start, access, len(access))
+        except DriverError as error:
+            # Nothing uses these yet, so mapping them anew is a safe way to take all access away.
+            self._restore(opened, error, mapped=True)
+        self._space.grant(found)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        found = self._space.check_whole("unmap", address, nbytes)
+        if not self._busy.isdisjoint(mapping.address for mapping in found):
+            self.synchronize()
+        gone: list[Mapping] = []
+        for mapping in found:
+            try:
+                self._api.call("cuMemUnmap", mapping.address, mapping.nbytes)
+            except DriverError as error:
+                self._restore(gone, error, mapped=False)
+            gone.append(mapping)
+        self._space.drop_mappings(found)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        found = self._space.check_copy(target, source, nbytes)
+        self._busy.update(mapping.address for mapping in found)
+        # One copy must not span two tiers: the driver takes the kind of memory from the first byte.
+        seams = self._space.seams(target, nbytes) + self._space.seams(source, nbytes)
+        for start, end in pairwise(sorted({0, nbytes, *seams})):
+            self._api.call("cuMemcpyAsync", target + start, source + start, end - start, self._stream)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        found = self._space.check_accessible("zero", address, nbytes)
+        self._busy.update(mapping.address for mapping in found)
+        for start, end in pairwise([0, *self._space.seams(address, nbytes), nbytes]):
+            self._api.call("cuMemsetD8Async", address + start, 0, end - start, self._stream)
+
+    def synchronize(self) -> None:
+        self._api.call("cuStreamSynchronize", self._stream)
+        self._busy.clear()
+
+    def mark(self) -> CudaMark:
+        flags = self._api.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+        event = self._idle_events.pop() if self._idle_events else self._api.call("cuEventCreate", flags)
+        self._api.call("cuEventRecord", event, self._compute_stream() if self._compute_stream else 0)
+        mark = CudaMark(event)
+        self._marks.add(mark)
+        return mark
+
+    def passed(self, mark: object) -> bool:
+        assert isinstance(mark, CudaMark)
+        if mark.event is None:
+            return True
+        try:
+            self._api.call("cuEventQuery", mark.event)
+        except DriverError as error:
+            if error.detail == "CUDA_ERROR_NOT_READY":
+                return False
+            raise
+        self._retire(mark)
+        return True
+
+    def wait(self, mark: object) -> None:
+        assert isinstance(mark, CudaMark)
+        if mark.event is not None:
+            self._api.call("cuEventSynchronize", mark.event)
+            self._retire(mark)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        self._space.check_accessible("read", address, nbytes)
+        buffer = ctypes.create_string_buffer(nbytes)
+        for start, end in pairwise([0, *self._space.seams(address, nbytes), nbytes]):
+            inside = ctypes.addressof(buffer) + start
+            self._api.call("cuMemcpyAsync", inside, address + start, end - start, self._stream)
+        self.synchronize()
+        return buffer.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        self._space.check_accessible("write", address, len(data))
+        buffer = ctypes.create_string_buffer(data, len(data))
+        for start, end in pairwise([0, *self._space.seams(address, len(data)), len(data)]):
+            inside = ctypes.addressof(buffer) + start
+            self._api.call("cuMemcpyAsync", address + start, inside, end - start, self._stream)
+        self.synchronize()
+
+    def usage(self) -> DriverUsage:
+        return self._space.usage()
+
+    def close(self) -> None:
+        if not self._tiers:
+            return
+        self.synchronize()
+        for address, nbytes in list(self._space.reservations.items()):
+            for mapping in self._space.mappings(address, nbytes):
+                self.unmap(mapping.address, mapping.nbytes)
+            self.free(address, nbytes)
+        for handle in list(self._space.handles):
+            self.release(handle)
+        for event in [*self._idle_events, *(mark.event for mark in self._marks)]:
+            self._api.call("cuEventDestroy", event)
+        self._idle_events.clear()
+        self._marks.clear()
+        self._api.call("cuStreamDestroy", self._stream)
+        self._api.close()
+        self._tiers = frozenset()
+
+    def _retire(self, mark: CudaMark) -> None:
+        self._idle_events.append(mark.event)
+        self._marks.remove(mark)
+        mark.event = None
+
+    def _low_priority_stream(self) -> Any:
+        lowest, _ = self._api.call("cuCtxGetStreamPriorityRange")
+        flags = self._api.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        return self._api.call("cuStreamCreateWithPriority", flags, lowest)
+
+    def _common_granularity(self) -> int:
+        """Smallest size that is a whole number of pages of every tier, bytes (all are powers of two)."""
+        minimum = self._api.driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        props = self._props.values()
+        return max(int(self._api.call("cuMemGetAllocationGranularity", prop, minimum)) for prop in props)
+
+    def _try_move(self, tier: Tier) -> None:
+        """Back, use and give back one granule: attributes have been seen to promise too much."""
+        nbytes = self.granularity
+        if self._budgets.get(tier, nbytes) < nbytes:
+            return
+        try:
+            with Transaction() as undone:
+                handle = self.create(nbytes, tier)
+                if handle is None:
+                    raise ConfigError(f"tier {tier.value} has no room for {nbytes} bytes; free memory first")
+                undone.on_undo(lambda: self.release(handle))
+                address = self.reserve(nbytes)
+                undone.on_undo(lambda: self.free(address, nbytes))
+                self.map(address, handle)
+                undone.on_undo(lambda: self.unmap(address, nbytes))
+                self.set_access(address, nbytes)
+                self.zero(address, nbytes)
+                self.synchronize()
+        except DriverError as error:
+            raise ConfigError(
+                f"tier {tier.value} on device={self._api.ordinal} failed a trial move ({error}); "
+                "use budgets without this tier, or another GPU"
+            ) from error
+
+    def _restore(self, found: list[Mapping], reason: DriverError, mapped: bool) -> NoReturn:
+        """Bring mappings back to what the bookkeeping says after a call failed half-way."""
+        try:
+            for mapping in found:
+                handle = self._space.handles[mapping.handle]
+                if mapped:
+                    self._api.call("cuMemUnmap", mapping.address, mapping.nbytes)
+                self._api.call("cuMemMap", mapping.address, mapping.nbytes, 0, handle.raw, 0)
+                if self._space.accessible(mapping):
+                    access = self._access[handle.tier]
+                    self._api.call("cuMemSetAccess", mapping.address, mapping.nbytes, access, len(access))
+        except DriverError as failure:
+            raise StateLost(f"{reason}, and undoing it failed: {failure}") from failure
+        raise reason

@@ -1,0 +1,114 @@
+"""Checked calls into the CUDA driver on one device's primary context, beside torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from vamp_runtime.errors import ConfigError, DriverError
+from vamp_runtime.memory.driver import Tier
+
+_DEVICE_NEEDS = (
+    "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING",
+)
+_HOST_NEEDS = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
+
+
+class CudaApi:
+    """``cuda.bindings.driver`` with the context set and every result checked.
+
+    The context is pushed and popped around each call, so that a call works on any thread and leaves the
+    thread's own current context as it was.
+
+    Args:
+        device: CUDA ordinal.
+
+    Raises:
+        ConfigError: cuda-bindings or the GPU driver is missing, or there is no such device.
+    """
+
+    def __init__(self, device: int) -> None:
+        try:
+            self.driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise ConfigError(f"driver=cuda needs cuda-bindings: {error}; install vamp-moe[gpu]") from error
+        try:
+            self.plain("cuInit", 0)
+            self.device = self.plain("cuDeviceGet", device)
+            self._context = self.plain("cuDevicePrimaryCtxRetain", self.device)
+        except RuntimeError as error:  # a DriverError, or libcuda is not installed
+            raise ConfigError(f"device={device} cannot be used ({error}); use a visible CUDA GPU") from error
+        self.ordinal = device
+
+    def plain(self, name: str, *args: object) -> Any:
+        """Call without a context; its one result, or ``None``, or a tuple. Raises ``DriverError``."""
+        error, *results = getattr(self.driver, name)(*args)
+        if error != self.driver.CUresult.CUDA_SUCCESS:
+            raise DriverError(name, error.name)
+        return results[0] if len(results) == 1 else tuple(results) or None
+
+    def call(self, name: str, *args: object) -> Any:
+        """``plain``, with the device's primary context current."""
+        self.plain("cuCtxPushCurrent", self._context)
+        try:
+            return self.plain(name, *args)
+        finally:
+            self.plain("cuCtxPopCurrent")
+
+    def attribute(self, name: str) -> int:
+        return int(
+            self.plain("cuDeviceGetAttribute", getattr(self.driver.CUdevice_attribute, name), self.device)
+        )
+
+    def close(self) -> None:
+        self.plain("cuDevicePrimaryCtxRelease", self.device)
+
+
+def require_tiers(api: CudaApi, tiers: frozenset[Tier], peer: int | None) -> None:
+    """Raise ``ConfigError`` where the device lacks what the tiers need."""
+    for name in (*_DEVICE_NEEDS, *([_HOST_NEEDS] if Tier.HOST in tiers else [])):
+        if not api.attribute(name):
+            instead = "use budgets without the host tier" if name == _HOST_NEEDS else "use another GPU"
+            raise ConfigError(f"device={api.ordinal}: {name} is 0; {instead}")
+    if Tier.PEER not in tiers:
+        return
+    if peer is None or peer == api.ordinal:
+        raise ConfigError(f"peer={peer} cannot serve the peer tier; use another GPU than {api.ordinal}")
+    try:
+        other = api.plain("cuDeviceGet", peer)
+    except DriverError as error:
+        raise ConfigError(f"peer={peer} cannot be used ({error}); use a visible CUDA GPU") from error
+    if not api.plain("cuDeviceCanAccessPeer", api.device, other):
+        raise ConfigError(f"peer={peer} is out of reach of device {api.ordinal}; use a GPU joined to it")
+
+
+def allocation_prop(api: CudaApi, tier: Tier, peer: int | None) -> Any:
+    """What ``cuMemCreate`` is told for a tier: pinned memory of the device, its peer, or its NUMA node."""
+    kinds = api.driver.CUmemLocationType
+    prop = api.driver.CUmemAllocationProp()
+    prop.type = api.driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.requestedHandleTypes = api.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+    if tier is Tier.HOST:
+        prop.location.type = kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA
+        prop.location.id = max(api.attribute("CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID"), 0)  # -1: one node only
+    else:
+        prop.location.type = kinds.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = peer if tier is Tier.PEER else api.ordinal
+    return prop
+
+
+def access_list(api: CudaApi, tier: Tier, prop: Any) -> list[Any]:
+    """Who may touch a tier's mappings: the device, and for host memory the CPU too."""
+    kinds = api.driver.CUmemLocationType
+    places = [(kinds.CU_MEM_LOCATION_TYPE_DEVICE, api.ordinal)]
+    if tier is Tier.HOST:
+        places.append((kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, prop.location.id))
+    descriptors = []
+    for kind, number in places:
+        descriptor = api.driver.CUmemAccessDesc()
+        descriptor.location.type = kind
+        descriptor.location.id = number
+        descriptor.flags = api.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        descriptors.append(descriptor)
+    return descriptors

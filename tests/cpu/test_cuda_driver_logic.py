@@ -1,0 +1,176 @@
+"""The CUDA driver's own logic over simulated calls: what it undoes, waits for and refuses to start with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support.driver_suite import BUDGET_PAGES, DriverSuite, back, create, pattern
+from support.simulated_cuda import GRANULARITY as PAGE
+from support.simulated_cuda import CUresult, SimulatedCuda
+
+from vamp_runtime.errors import ConfigError, DriverError, StateLost
+from vamp_runtime.memory.cuda import CudaDriver
+from vamp_runtime.memory.driver import Tier
+
+REFUSED = CUresult.CUDA_ERROR_UNKNOWN
+VMM = "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
+HOST_VMM = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    cuda = SimulatedCuda()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda)
+    yield cuda
+    usage = cuda.host.usage()
+    assert (usage.reservations, usage.mappings, usage.handles) == (0, 0, 0)
+    assert (cuda.depth, cuda.retained, cuda.events) == (0, 0, 0)
+    cuda.host.close()
+
+
+@pytest.fixture
+def driver(cuda: SimulatedCuda) -> Iterator[CudaDriver]:
+    driver = CudaDriver(0, 1, dict.fromkeys(Tier, BUDGET_PAGES * PAGE))
+    yield driver
+    driver.close()
+
+
+class TestCudaDriverLogic(DriverSuite):
+    pass
+
+
+def test_set_access_that_fails_half_way_leaves_no_access(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address = driver.reserve(3 * PAGE)
+    back(driver, address, create(driver, 1, Tier.HBM), PAGE)
+    driver.write(address, pattern(1, PAGE))
+    driver.map(address + PAGE, create(driver, 1, Tier.HBM))
+    driver.map(address + 2 * PAGE, create(driver, 1, Tier.HOST))
+    cuda.refusals["cuMemSetAccess"] = [None, REFUSED]
+    with pytest.raises(DriverError, match="cuMemSetAccess: CUDA_ERROR_UNKNOWN"):
+        driver.set_access(address, 3 * PAGE)
+    assert driver.read(address, PAGE) == pattern(1, PAGE)
+    for page in (1, 2):
+        with pytest.raises(DriverError):
+            driver.zero(address + page * PAGE, PAGE)
+        with pytest.raises(DriverError):
+            cuda.host.zero(address + page * PAGE, PAGE)
+    driver.set_access(address, 3 * PAGE)
+    driver.zero(address, 3 * PAGE)
+
+
+def test_unmap_that_fails_half_way_is_undone(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address = driver.reserve(3 * PAGE)
+    back(driver, address, create(driver), PAGE)
+    driver.map(address + PAGE, create(driver))
+    back(driver, address + 2 * PAGE, create(driver), PAGE)
+    driver.write(address, pattern(2, PAGE))
+    before = driver.usage()
+    cuda.refusals["cuMemUnmap"] = [None, None, REFUSED]
+    with pytest.raises(DriverError, match="cuMemUnmap"):
+        driver.unmap(address, 3 * PAGE)
+    assert driver.usage() == before == cuda.host.usage()
+    assert driver.read(address, PAGE) == pattern(2, PAGE)
+    with pytest.raises(DriverError):
+        cuda.host.read(address + PAGE, 1)
+
+
+@pytest.mark.parametrize("undo", ["cuMemMap", "cuMemSetAccess"])
+def test_what_cannot_be_undone_is_said(cuda: SimulatedCuda, driver: CudaDriver, undo: str) -> None:
+    address = driver.reserve(2 * PAGE)
+    back(driver, address, create(driver), PAGE)
+    back(driver, address + PAGE, create(driver), PAGE)
+    cuda.refusals = {"cuMemUnmap": [None, REFUSED], undo: [REFUSED]}
+    with pytest.raises(StateLost, match=rf"cuMemUnmap.*undoing it failed: {undo}"):
+        driver.unmap(address, 2 * PAGE)
+    if undo == "cuMemMap":
+        cuda.host.map(address, min(cuda.host._space.handles))  # so that closing finds what it must
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemRelease", "cuMemAddressFree"])
+def test_a_single_call_that_fails_changes_nothing(cuda: SimulatedCuda, driver: CudaDriver, call: str) -> None:
+    address, handle = driver.reserve(PAGE), create(driver)
+    before = driver.usage()
+    cuda.refusals[call] = [REFUSED]
+    attempts = {
+        "cuMemMap": lambda: driver.map(address, handle),
+        "cuMemCreate": lambda: driver.create(PAGE, Tier.HBM),
+        "cuMemRelease": lambda: driver.release(handle),
+        "cuMemAddressFree": lambda: driver.free(address, PAGE),
+    }
+    with pytest.raises(DriverError, match=f"{call}: CUDA_ERROR_UNKNOWN"):
+        attempts[call]()
+    assert driver.usage() == before
+    attempts[call]()
+
+
+def test_out_of_memory_is_a_result(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    cuda.refusals["cuMemCreate"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
+    assert driver.create(PAGE, Tier.HBM) is None
+    assert driver.create(BUDGET_PAGES * PAGE, Tier.HBM) is not None
+
+
+def test_unmap_waits_only_for_what_the_stream_uses(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address = driver.reserve(3 * PAGE)
+    for page in range(3):
+        back(driver, address + page * PAGE, create(driver), PAGE)
+    driver.copy(address, address + PAGE, PAGE)
+    cuda.log.clear()
+    driver.unmap(address + 2 * PAGE, PAGE)
+    assert "cuStreamSynchronize" not in cuda.log
+    driver.unmap(address + PAGE, PAGE)
+    assert [name for name in cuda.log if name in ("cuStreamSynchronize", "cuMemUnmap")] == [
+        "cuMemUnmap",
+        "cuStreamSynchronize",
+        "cuMemUnmap",
+    ]
+    cuda.log.clear()
+    driver.unmap(address, PAGE)
+    assert "cuStreamSynchronize" not in cuda.log
+
+
+def test_a_mark_that_has_not_passed(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    cuda.ready = False
+    mark = driver.mark()
+    assert not driver.passed(mark)
+    driver.wait(mark)
+    assert driver.passed(mark)
+    for _ in range(10):
+        driver.wait(driver.mark())
+    assert cuda.events == 1
+    driver.mark()
+
+
+@pytest.mark.parametrize("missing", [VMM, HOST_VMM])
+def test_a_missing_attribute_is_named(cuda: SimulatedCuda, missing: str) -> None:
+    cuda.zeros.add(missing)
+    with pytest.raises(ConfigError, match=f"device=0: {missing} is 0; use"):
+        CudaDriver(0)
+    if missing == HOST_VMM:
+        CudaDriver(0, budgets={Tier.HBM: PAGE}).close()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])
+def test_a_failed_trial_names_the_tier_and_leaves_nothing(cuda: SimulatedCuda, call: str) -> None:
+    cuda.refusals[call] = [REFUSED]
+    with pytest.raises(ConfigError, match=f"tier hbm on device=0 failed a trial move .{call}"):
+        CudaDriver(0, budgets={Tier.HBM: PAGE})
+
+
+def test_a_tier_without_room_is_named(cuda: SimulatedCuda) -> None:
+    cuda.refusals["cuMemCreate"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(ConfigError, match="tier host has no room"):
+        CudaDriver(0, budgets={Tier.HOST: PAGE})
+
+
+def test_devices_that_cannot_serve_are_named(cuda: SimulatedCuda) -> None:
+    for arguments, message in (((7,), "device=7"), ((0, 0), "peer=0"), ((0, 9), "peer=9")):
+        with pytest.raises(ConfigError, match=message):
+            CudaDriver(*arguments)
+
+
+def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(ConfigError, match="needs cuda-bindings"):
+        CudaDriver(0)
