@@ -1,0 +1,302 @@
+"""The move protocol of one rank: expert groups give pages to the KV cache and take them back."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from vamp_runtime.errors import DriverError, IntegrityError
+from vamp_runtime.memory.agreement import Agreement, Vote
+from vamp_runtime.memory.driver import MemoryDriver
+from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.slab import ExpertSlab
+from vamp_runtime.memory.transaction import Transaction
+
+
+class MoveKind(enum.Enum):
+    OFFLOAD = "offload"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One change of level, the same on every rank.
+
+    Attributes:
+        epoch: one more than that of the move before, whether that was published or not.
+        levels: groups of every layer to move.
+        level_before: the level the scheduler believes in.
+        claimed_blocks: blocks in the scheduler's pool; for a RESTORE those that stay in it.
+    """
+
+    epoch: int
+    kind: MoveKind
+    levels: int
+    level_before: int
+    claimed_blocks: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a move on this rank.
+
+    Attributes:
+        level: groups of every layer out of HBM now.
+        blocks: KV blocks backed now, claimed or not.
+        bytes_moved: bytes of the HBM pages that changed hands.
+        copied_bytes: bytes copied from homes.
+        seconds: from request to publish or abandon.
+        reason: why the move was abandoned; empty if it was published.
+    """
+
+    epoch: int
+    ok: bool
+    level: int
+    blocks: int
+    bytes_moved: int
+    copied_bytes: int
+    seconds: float
+    reason: str
+
+
+class MoveState(enum.Enum):
+    IDLE = "idle"
+    REQUESTED = "requested"
+    REDIRECTED = "redirected"
+    PREPARED = "prepared"
+
+
+class Boundary:
+    """Walks a move: ``request``, ``redirect``, ``prepare``, ``agree``; then ``publish`` or ``abandon``.
+
+    A rank that refuses a move, or whose driver fails, still takes every step up to ``agree``, where it votes
+    against; then every rank abandons. For one thread at a time. ``StateLost`` from any step ends the process.
+
+    Attributes:
+        epoch: of the last move requested, published or not.
+    """
+
+    def __init__(
+        self, slab: ExpertSlab, region: KVRegion, agreement: Agreement, driver: MemoryDriver
+    ) -> None:
+        self.slab = slab
+        self.region = region
+        self.epoch = 0
+        self.state = MoveState.IDLE
+        self._agreement = agreement
+        self._driver = driver
+        self._pages_at_level_0 = region.pages - slab.level * slab.geometry.pages_per_level
+
+    def request(self, move: Move) -> str:
+        """Check a move and choose its groups; why it is refused, or an empty string.
+
+        Offloads take the coldest groups that have a valid home, restores those that left last. An accepted
+        move claims ``claimed_blocks`` in the region.
+        """
+        assert self.state is MoveState.IDLE
+        self._started = time.perf_counter()
+        self._move = move
+        self._groups: list[list[int]] = []
+        self._mark: object = None
+        self._agreed = False
+        self._held: tuple[ExitStack, Transaction] | None = None
+        self._claimed_before = self.region.claimed
+        self._reason = self._refusal(move) or self._choose(move)
+        self.epoch = max(self.epoch, move.epoch)
+        if not self._reason:
+            self.region.claim(move.claimed_blocks)
+        self.state = MoveState.REQUESTED
+        return self._reason
+
+    def redirect(self) -> None:
+        """Read leaving groups through their homes, and mark the work that may still read as before."""
+        assert self.state is MoveState.REQUESTED
+        self.state = MoveState.REDIRECTED
+        if not self._reason and self._move.kind is MoveKind.OFFLOAD:
+            self._redirect()
+        if not self._reason:
+            try:
+                self._mark = self._driver.mark()
+            except DriverError as error:
+                self._reason = str(error)
+
+    def prepare(self) -> bool:
+        """Wait for the mark and move the pages, all or none; whether this rank is ready to publish."""
+        assert self.state is MoveState.REDIRECTED
+        self.state = MoveState.PREPARED
+        if not self._reason:
+            try:
+                self._driver.wait(self._mark)
+                with ExitStack() as stack:
+                    tx = stack.enter_context(Transaction())
+                    tx.on_undo(self._driver.synchronize)
+                    self._move_pages(tx)
+                    self._driver.synchronize()
+                    self._held = stack.pop_all(), tx
+            except DriverError as error:
+                self._reason = str(error)
+        return not self._reason
+
+    def agree(self) -> bool:
+        """Vote with the other ranks; whether to publish.
+
+        Raises:
+            StateLost: a rank did not answer in time.
+        """
+        assert self.state is MoveState.PREPARED
+        vote = Vote(self._move.epoch, not self._reason, 0 if self._reason else self._digest())
+        self._agreed = self._agreement.all_agree(vote)
+        if not self._agreed and not self._reason:
+            self._reason = "another rank failed, refused, or chose other groups"
+        return self._agreed
+
+    def publish(self) -> Outcome:
+        """Make an agreed move final: groups count as out, or are read at their own addresses again."""
+        assert self.state is MoveState.PREPARED and self._agreed and self._held is not None
+        stack, tx = self._held
+        tx.commit()
+        stack.close()
+        for layer, groups in enumerate(self._groups):
+            if self._move.kind is MoveKind.OFFLOAD:
+                self.slab.mark_out(layer, groups)
+            else:
+                self.slab.mark_resident(layer, groups)
+        return self._finish()
+
+    def abandon(self, reason: str = "") -> Outcome:
+        """Bring back the pages, bytes and slot table of before the request.
+
+        KV blocks from the move's ``claimed_blocks`` on are zero after an abandoned RESTORE that had been
+        prepared; the region counts them as claimed again. An abandoned OFFLOAD leaves the claim as it is,
+        since the scheduler has added those ids in any case.
+
+        Raises:
+            StateLost: a step could not be undone.
+        """
+        assert self.state is not MoveState.IDLE
+        self._agreed = False
+        self._reason = self._reason or reason or "abandoned"
+        if self._held is not None:
+            self._held[0].close()
+        for layer, groups in enumerate(self._groups):
+            for group in self.slab.redirected(layer).difference(self.slab.out(layer)).intersection(groups):
+                self.slab.point_back(layer, group)
+        if self._groups and self._move.kind is MoveKind.RESTORE:
+            self.region.claim(self._claimed_before)
+        return self._finish()
+
+    def run(self, move: Move) -> Outcome:
+        """The whole walk, one step after the other."""
+        self.request(move)
+        self.redirect()
+        self.prepare()
+        return self.publish() if self.agree() else self.abandon()
+
+    def offload(self, levels: int) -> Outcome:
+        """Give ``levels`` groups of every layer to the KV cache."""
+        return self.run(self._next(MoveKind.OFFLOAD, levels))
+
+    def restore(self, levels: int) -> Outcome:
+        """Take ``levels`` groups of every layer back from the KV cache."""
+        return self.run(self._next(MoveKind.RESTORE, levels))
+
+    def check_integrity(self) -> None:
+        """Ledger, slab and region agree; between moves also that what left the experts is what KV got.
+
+        Raises:
+            IntegrityError: naming what does not hold.
+        """
+        slab, region = self.slab, self.region
+        slab.ledger.check_integrity()
+        slab.check_integrity()
+        region.check_integrity()
+        if self.state is not MoveState.IDLE:
+            return
+        for layer in range(slab.geometry.layers):
+            out = slab.out(layer)
+            if not len(out) == len(set(out)) == slab.level <= slab.geometry.max_level:
+                raise IntegrityError(f"layer {layer}: groups {out} are out at level {slab.level}")
+            if slab.redirected(layer) != set(out) or slab.without_pages(layer) != set(out):
+                raise IntegrityError(
+                    f"layer {layer}: groups {out} are out, but others are redirected or empty"
+                )
+        if region.pages != self._pages_at_level_0 + slab.level * slab.geometry.pages_per_level:
+            raise IntegrityError(f"the KV cache has {region.pages} pages at level {slab.level}")
+
+    def _next(self, kind: MoveKind, levels: int) -> Move:
+        return Move(self.epoch + 1, kind, levels, self.slab.level, self.region.claimed)
+
+    def _refusal(self, move: Move) -> str:
+        """Why this rank cannot make the move, whatever groups it takes; empty if it can."""
+        slab, region = self.slab, self.region
+        offload = move.kind is MoveKind.OFFLOAD
+        level = slab.level + (move.levels if offload else -move.levels)
+        pages = region.pages + move.levels * slab.geometry.pages_per_level * (1 if offload else -1)
+        if move.epoch != self.epoch + 1:
+            return f"epoch {move.epoch} does not follow {self.epoch}"
+        if move.level_before != slab.level:
+            return f"this rank is at level {slab.level}, not {move.level_before}"
+        if move.levels < 1 or not 0 <= level <= slab.geometry.max_level:
+            top = slab.geometry.max_level
+            return f"{move.kind.value} of {move.levels} from level {slab.level} leaves 0..{top}"
+        if not 0 <= pages <= region.geometry.max_pages:
+            return f"the KV cache would have {pages} pages of 0..{region.geometry.max_pages}"
+        blocks = min(region.blocks, region.geometry.blocks_for_pages(pages))
+        if not 0 <= move.claimed_blocks <= blocks:
+            return f"{move.claimed_blocks} blocks are claimed, {blocks} would be backed"
+        return ""
+
+    def _choose(self, move: Move) -> str:
+        """Choose the groups of every layer; why that is not possible, or an empty string."""
+        slab, groups = self.slab, []
+        for layer in range(slab.geometry.layers):
+            if move.kind is MoveKind.RESTORE:
+                groups.append(list(slab.out(layer)[: -move.levels - 1 : -1]))
+                continue
+            groups.append(slab.ready(layer, move.levels))
+            if len(groups[-1]) < move.levels:
+                return f"layer {layer}: {len(groups[-1])} of {move.levels} groups have a valid home"
+        self._groups = groups
+        return ""
+
+    def _redirect(self) -> None:
+        leaving = [(layer, group) for layer, groups in enumerate(self._groups) for group in groups]
+        if any(self.slab.home_of(layer, group) is None for layer, group in leaving):
+            self._reason = "a home was given to another group since the request"
+            return
+        for layer, group in leaving:
+            self.slab.redirect(layer, group)
+
+    def _move_pages(self, tx: Transaction) -> None:
+        slab, per_group = self.slab, self.slab.geometry.pages_per_group
+        moving = [(layer, group) for layer, groups in enumerate(self._groups) for group in groups]
+        if self._move.kind is MoveKind.OFFLOAD:
+            pages = [page for layer, group in moving for page in slab.take_out(tx, layer, group)]
+            self.region.push(tx, pages)
+            return
+        pages = self.region.pop(tx, len(moving) * per_group)
+        for index, (layer, group) in enumerate(moving):
+            slab.bring_back(tx, layer, group, pages[index * per_group : (index + 1) * per_group])
+
+    def _digest(self) -> int:
+        text = repr((self._move, self._groups, self.region.blocks)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def _finish(self) -> Outcome:
+        self.state = MoveState.IDLE
+        self._held = None
+        geometry, move = self.slab.geometry, self._move
+        moved = move.levels * geometry.layers * geometry.group_bytes if self._agreed else 0
+        return Outcome(
+            epoch=move.epoch,
+            ok=self._agreed,
+            level=self.slab.level,
+            blocks=self.region.blocks,
+            bytes_moved=moved,
+            copied_bytes=moved if move.kind is MoveKind.RESTORE else 0,
+            seconds=time.perf_counter() - self._started,
+            reason=self._reason,
+        )

@@ -1,0 +1,164 @@
+"""The KV cache's address range, of which only the head is backed, and its tail that grows and shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from vamp_runtime.errors import ConfigError, IntegrityError
+from vamp_runtime.memory.driver import MemoryDriver, Tier
+from vamp_runtime.memory.geometry import KVGeometry
+from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.transaction import Transaction
+
+FREE = Owner(OwnerKind.FREE)
+KV = Owner(OwnerKind.KV)
+RESERVE = Owner(OwnerKind.RESERVE)
+
+
+class KVRegion:
+    """Pages of the KV cache. Pages that hold bytes of a claimed block are KV in the ledger, others RESERVE.
+
+    Args:
+        pages: pages backed and zeroed at first, all RESERVE until blocks are claimed.
+
+    Raises:
+        ConfigError: HBM has no room for ``pages``; nothing is left behind.
+
+    Attributes:
+        claimed: blocks whose ids are in the scheduler's pool.
+        nbytes: bytes of addresses reserved.
+    """
+
+    def __init__(self, driver: MemoryDriver, ledger: PageLedger, geometry: KVGeometry, pages: int) -> None:
+        assert ledger.page_bytes == geometry.page_bytes
+        assert 0 <= pages <= geometry.max_pages
+        self.geometry = geometry
+        self.nbytes = geometry.nbytes
+        self.claimed = 0
+        self._driver = driver
+        self._ledger = ledger
+        self._pages: list[int] = []
+        with Transaction() as tx:
+            self._base = driver.reserve(self.nbytes)
+            tx.on_undo(partial(driver.free, self._base, self.nbytes))
+            self.push(tx, self._create(tx, pages))
+            driver.synchronize()
+            tx.commit()
+
+    @property
+    def pages(self) -> int:
+        """Pages backed now."""
+        return len(self._pages)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks backed whole now."""
+        return self.geometry.blocks_for_pages(self.pages)
+
+    def address(self, block: int, position: int = 0) -> int:
+        geometry = self.geometry
+        return self._base + position * geometry.position_stride + block * geometry.block_stride
+
+    def claim(self, blocks: int) -> None:
+        """Record that the scheduler's pool now holds the ids below ``blocks``."""
+        assert 0 <= blocks <= self.blocks, f"{blocks} blocks claimed of {self.blocks}"
+        before, after = (self.geometry.pages_for_blocks(n) for n in (self.claimed, blocks))
+        for page in self._pages[before:after]:
+            self._ledger.move(page, RESERVE, KV)
+        for page in self._pages[after:before]:
+            self._ledger.move(page, KV, RESERVE)
+        self.claimed = blocks
+
+    def push(self, tx: Transaction, handles: Sequence[int]) -> None:
+        """Put FREE, unmapped pages behind the tails, as RESERVE, and queue their zeroing."""
+        first, page_bytes = self.pages, self._ledger.page_bytes
+        assert first + len(handles) <= self.geometry.max_pages
+        for page, handle in enumerate(handles, first):
+            address = self._base + self.geometry.page_offset(page)
+            tx.do(
+                partial(self._driver.map, address, handle), partial(self._driver.unmap, address, page_bytes)
+            )
+        tx.do(partial(self._append, handles), partial(self._drop, len(handles)))
+        # Pages that are still being zeroed must not be unmapped.
+        tx.on_undo(self._driver.synchronize)
+        for offset, nbytes in self.geometry.page_ranges(first, self.pages):
+            self._open(self._base + offset, nbytes)
+
+    def pop(self, tx: Transaction, n: int) -> list[int]:
+        """Take the last ``n`` pages from the tails; they come back FREE and unmapped.
+
+        The undo maps them again and queues their zeroing, since whoever got them may have overwritten them.
+        """
+        last = self.pages - n
+        assert last >= self.geometry.pages_for_blocks(self.claimed), "a page holds bytes of a claimed block"
+        handles = self._pages[last:]
+        for page, (offset, nbytes) in enumerate(self.geometry.page_ranges(last, self.pages), last):
+            address, share = self._base + offset, self._pages[page :: self.geometry.positions]
+            tx.do(partial(self._driver.unmap, address, nbytes), partial(self._map_again, address, share))
+        tx.do(partial(self._drop, n), partial(self._append, handles))
+        return handles
+
+    def check_integrity(self) -> None:
+        """Pages are owned as ``claimed`` says, and no other page is owned so.
+
+        Raises:
+            IntegrityError: naming the page.
+        """
+        if self.claimed > self.blocks:
+            raise IntegrityError(f"{self.claimed} blocks are claimed, {self.blocks} are backed")
+        held = self.geometry.pages_for_blocks(self.claimed)
+        for page, handle in enumerate(self._pages):
+            wanted = KV if page < held else RESERVE
+            if self._ledger.owner(handle) != wanted:
+                raise IntegrityError(f"KV page {page} belongs to {self._ledger.owner(handle)}, not {wanted}")
+        owned = self._ledger.count(OwnerKind.KV) + self._ledger.count(OwnerKind.RESERVE)
+        if owned != self.pages:
+            raise IntegrityError(f"{owned} pages are owned by the KV cache, {self.pages} are backed")
+
+    def close(self) -> None:
+        """Give back every page and the addresses."""
+        for offset, nbytes in self.geometry.page_ranges(0, self.pages):
+            self._driver.unmap(self._base + offset, nbytes)
+        for handle in self._pages:
+            self._ledger.remove(handle)
+            self._driver.release(handle)
+        self._pages = []
+        self._driver.free(self._base, self.nbytes)
+
+    def _create(self, tx: Transaction, pages: int) -> list[int]:
+        handles: list[int] = []
+        for _ in range(pages):
+            handle = self._driver.create(self._ledger.page_bytes, Tier.HBM)
+            if handle is None:
+                blocks = self.geometry.blocks_for_pages(len(handles))
+                raise ConfigError(
+                    f"hbm: the KV cache needs {pages * self._ledger.page_bytes} bytes and"
+                    f" {len(handles) * self._ledger.page_bytes} could be had; {blocks} blocks would work"
+                )
+            tx.on_undo(partial(self._driver.release, handle))
+            self._ledger.add(handle, Tier.HBM, FREE)
+            tx.on_undo(partial(self._ledger.remove, handle))
+            handles.append(handle)
+        return handles
+
+    def _open(self, address: int, nbytes: int) -> None:
+        self._driver.set_access(address, nbytes)
+        self._driver.zero(address, nbytes)
+
+    def _map_again(self, start: int, handles: Sequence[int]) -> None:
+        page_bytes = self._ledger.page_bytes
+        for index, handle in enumerate(handles):
+            self._driver.map(start + index * page_bytes, handle)
+        self._open(start, len(handles) * page_bytes)
+
+    def _append(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self._ledger.move(handle, FREE, RESERVE)
+        self._pages += handles
+
+    def _drop(self, n: int) -> None:
+        last = self.pages - n
+        for handle in self._pages[last:]:
+            self._ledger.move(handle, RESERVE, FREE)
+        del self._pages[last:]

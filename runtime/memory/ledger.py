@@ -1,0 +1,112 @@
+"""Who owns each physical page. Bookkeeping only: no driver call is made here."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from vamp_runtime.errors import IntegrityError
+from vamp_runtime.memory.driver import Tier
+
+
+class OwnerKind(enum.Enum):
+    FREE = "free"
+    EXPERT = "expert"
+    HOME = "home"
+    KV = "kv"
+    RESERVE = "reserve"
+    STAGING = "staging"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One owner of pages. ``index`` is the group of an EXPERT and the home slot of a HOME."""
+
+    kind: OwnerKind
+    layer: int = -1
+    index: int = -1
+
+
+class PageLedger:
+    """Owners of pages of ``page_bytes`` bytes each. A page is known by its driver handle."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self._owner: dict[int, Owner] = {}
+        self._tier: dict[int, Tier] = {}
+        self._pages: dict[Owner, dict[int, None]] = {}
+        self._sealed: dict[Tier, int] | None = None
+
+    def add(self, handle: int, tier: Tier, owner: Owner) -> None:
+        """Enter a page. Not allowed once sealed."""
+        assert self._sealed is None, "a sealed ledger takes no new pages"
+        assert handle not in self._owner, f"page {handle} is already owned"
+        self._owner[handle] = owner
+        self._tier[handle] = tier
+        self._pages.setdefault(owner, {})[handle] = None
+
+    def remove(self, handle: int) -> None:
+        """Strike out a page whose handle is released."""
+        tier = self._tier.pop(handle)
+        self._take(handle, self._owner.pop(handle))
+        if self._sealed is not None:
+            self._sealed[tier] -= 1
+
+    def move(self, handle: int, old: Owner, new: Owner) -> None:
+        """Hand a page from ``old`` to ``new``, behind the pages that ``new`` has."""
+        assert self._owner[handle] == old, f"page {handle} belongs to {self._owner[handle]}, not {old}"
+        self._take(handle, old)
+        self._owner[handle] = new
+        self._pages.setdefault(new, {})[handle] = None
+
+    def owner(self, handle: int) -> Owner:
+        return self._owner[handle]
+
+    def tier(self, handle: int) -> Tier:
+        return self._tier[handle]
+
+    def pages(self, owner: Owner) -> tuple[int, ...]:
+        """Handles of ``owner`` in the order it got them."""
+        return tuple(self._pages.get(owner, ()))
+
+    def count(self, kind: OwnerKind, tier: Tier | None = None) -> int:
+        """Pages of all owners of ``kind``, of one tier or of all."""
+        return sum(
+            sum(tier is None or self._tier[page] is tier for page in pages)
+            for owner, pages in self._pages.items()
+            if owner.kind is kind
+        )
+
+    def total(self, tier: Tier) -> int:
+        """Pages of a tier, whoever owns them."""
+        return sum(each is tier for each in self._tier.values())
+
+    def seal(self) -> None:
+        """From now on pages change hands but none is added; ``check_integrity`` holds the counts to it."""
+        self._sealed = {tier: self.total(tier) for tier in Tier}
+
+    def check_integrity(self) -> None:
+        """Every page has one owner, and the page count of each tier is what was sealed.
+
+        Raises:
+            IntegrityError: naming the page or the tier.
+        """
+        listed = [(page, owner) for owner, pages in self._pages.items() for page in pages]
+        for page, owner in listed:
+            if self._owner.get(page) != owner:
+                raise IntegrityError(
+                    f"page {page} is listed under {owner} but owned by {self._owner.get(page)}"
+                )
+        if not len(listed) == len(self._owner) == len(self._tier):
+            raise IntegrityError(
+                f"{len(self._owner)} pages have an owner, {len(listed)} are listed under one"
+            )
+        for tier, sealed in (self._sealed or {}).items():
+            if self.total(tier) != sealed:
+                raise IntegrityError(f"{tier.value}: {self.total(tier)} pages, sealed with {sealed}")
+
+    def _take(self, handle: int, owner: Owner) -> None:
+        pages = self._pages[owner]
+        del pages[handle]
+        if not pages:
+            del self._pages[owner]

@@ -1,0 +1,193 @@
+"""Pages and addresses of expert records: the driver calls by which a group leaves HBM and comes back."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.driver import MemoryDriver, Tier
+from vamp_runtime.memory.geometry import SlabGeometry
+from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.transaction import Transaction
+
+FREE = Owner(OwnerKind.FREE)
+
+
+class ExpertRecords:
+    """One reservation per layer and part, HBM pages behind every own record, host pages behind home aliases.
+
+    The ledger knows the pages of a group by ``Owner(EXPERT, layer, group)`` and those of a home by
+    ``Owner(HOME, layer, slot)``; both lie part by part in address order.
+
+    Raises:
+        ConfigError: a tier has no room; nothing is left behind.
+    """
+
+    def __init__(self, driver: MemoryDriver, ledger: PageLedger, geometry: SlabGeometry) -> None:
+        assert ledger.page_bytes == geometry.page_bytes
+        self.driver = driver
+        self.ledger = ledger
+        self.geometry = geometry
+        self._base: list[list[int]] = []
+        if geometry.home_slots and Tier.HOST not in driver.tiers:
+            raise ConfigError("max_offload_ratio: this machine cannot map host memory; 0 would work")
+        with Transaction() as tx:
+            self._build(tx)
+            tx.commit()
+
+    def address(self, layer: int, part: int, slot: int) -> int:
+        return self._base[layer][part] + slot * self.geometry.part_bytes[part]
+
+    def home_alias(self, home: int) -> int:
+        """First slot of the permanent alias of home slot ``home``."""
+        return self.geometry.home_slot_base + home * self.geometry.group
+
+    def copy_group(self, layer: int, source: int, target: int) -> None:
+        """Queue copies of a group's worth of records from slot ``source`` on to slot ``target`` on."""
+        for part in range(self.geometry.parts):
+            target_address, source_address = (self.address(layer, part, slot) for slot in (target, source))
+            self.driver.copy(target_address, source_address, self.geometry.part_group_bytes(part))
+
+    def checksum(self, layer: int, slot: int) -> bytes:
+        """Hash of the record at ``slot`` over all parts."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part, nbytes in enumerate(self.geometry.part_bytes):
+            digest.update(self.driver.read(self.address(layer, part, slot), nbytes))
+        return digest.digest()
+
+    def take_out(self, tx: Transaction, layer: int, group: int, home: int) -> tuple[int, ...]:
+        """Swap the group's HBM pages for those of its valid home; the HBM pages become FREE, mapped nowhere.
+
+        The undo maps the HBM pages again and copies the experts back from the home alias, since whoever got
+        the pages may have overwritten them. Those copies may still run after the undo.
+        """
+        owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
+        pages, home_pages = self.ledger.pages(owner), self.ledger.pages(Owner(OwnerKind.HOME, layer, home))
+        tx.on_undo(partial(self.copy_group, layer, source=self.home_alias(home), target=own))
+        self._unmap(tx, layer, own, pages)
+        self._map(tx, layer, own, home_pages)
+        self._hand_over(tx, pages, owner, FREE)
+        return pages
+
+    def bring_back(self, tx: Transaction, layer: int, group: int, home: int, pages: Sequence[int]) -> None:
+        """Put unmapped FREE pages behind the group's own addresses and queue copies from its home alias."""
+        owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
+        self._unmap(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
+        self._map(tx, layer, own, pages)
+        self._hand_over(tx, pages, FREE, owner)
+        tx.on_undo(self.driver.synchronize)
+        self.copy_group(layer, source=self.home_alias(home), target=own)
+
+    def close(self) -> None:
+        """Unmap and release everything, whatever lies behind the own addresses now."""
+        geometry = self.geometry
+        for layer, part in self._layer_parts():
+            size = geometry.part_bytes[part]
+            self.driver.unmap(self.address(layer, part, 0), geometry.own_slots * size)
+            if geometry.home_slots:
+                homes = geometry.home_slots * geometry.group * size
+                self.driver.unmap(self.address(layer, part, geometry.home_slot_base), homes)
+            self.driver.free(self.address(layer, part, 0), geometry.reservation_bytes(part))
+        for layer in range(geometry.layers):
+            owners = [Owner(OwnerKind.EXPERT, layer, group) for group in range(geometry.groups)]
+            owners += [Owner(OwnerKind.HOME, layer, home) for home in range(geometry.home_slots)]
+            for handle in [handle for owner in owners for handle in self.ledger.pages(owner)]:
+                self.ledger.remove(handle)
+                self.driver.release(handle)
+        self._base = []
+
+    def _build(self, tx: Transaction) -> None:
+        geometry = self.geometry
+        for _ in range(geometry.layers):
+            self._base.append([])
+            for part in range(geometry.parts):
+                nbytes = geometry.reservation_bytes(part)
+                address = self.driver.reserve(nbytes)
+                tx.on_undo(partial(self.driver.free, address, nbytes))
+                self._base[-1].append(address)
+        for layer in range(geometry.layers):
+            for group in range(geometry.groups):
+                pages = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
+                self._map(tx, layer, group * geometry.group, pages)
+        for layer in range(geometry.layers):
+            for home in range(geometry.home_slots):
+                pages = self._create(tx, Tier.HOST, Owner(OwnerKind.HOME, layer, home))
+                self._map(tx, layer, self.home_alias(home), pages)
+
+    def _create(self, tx: Transaction, tier: Tier, owner: Owner) -> tuple[int, ...]:
+        for _ in range(self.geometry.pages_per_group):
+            handle = self.driver.create(self.geometry.page_bytes, tier)
+            if handle is None:
+                raise ConfigError(self._no_room(tier))
+            tx.on_undo(partial(self.driver.release, handle))
+            self.ledger.add(handle, tier, owner)
+            tx.on_undo(partial(self.ledger.remove, handle))
+        return self.ledger.pages(owner)
+
+    def _no_room(self, tier: Tier) -> str:
+        geometry = self.geometry
+        if tier is Tier.HBM:
+            wanted = geometry.groups * geometry.pages_per_level * geometry.page_bytes
+            there = self.ledger.count(OwnerKind.EXPERT) * geometry.page_bytes
+            times = math.ceil(wanted / max(there, 1))
+            return (
+                f"hbm: experts need {wanted} bytes and {there} could be had;"
+                f" {times} times the tensor parallel size would work"
+            )
+        wanted = geometry.home_slots * geometry.pages_per_level * geometry.page_bytes
+        there = self.ledger.count(OwnerKind.HOME) * geometry.page_bytes
+        level = self.ledger.count(OwnerKind.HOME) // geometry.pages_per_level
+        # Rounded up at the fourth digit, so that planning with it gives this level again.
+        ratio = math.ceil(level * geometry.group / geometry.experts * 10_000) / 10_000
+        asked = geometry.home_slots * geometry.group / geometry.experts
+        return (
+            f"max_offload_ratio={asked:g}: homes need {wanted} bytes of host memory and {there} could be had;"
+            f" {ratio:g} would work"
+        )
+
+    def _layer_parts(self) -> Iterator[tuple[int, int]]:
+        for layer in range(self.geometry.layers):
+            for part in range(self.geometry.parts):
+                yield layer, part
+
+    def _part_pages(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Each part with its share of a group's pages."""
+        first = 0
+        for part in range(self.geometry.parts):
+            last = first + self.geometry.part_group_bytes(part) // self.geometry.page_bytes
+            yield part, pages[first:last]
+            first = last
+
+    def _map(self, tx: Transaction, layer: int, slot: int, pages: Sequence[int]) -> None:
+        page_bytes = self.geometry.page_bytes
+        for part, share in self._part_pages(pages):
+            start = self.address(layer, part, slot)
+            for address, page in zip(
+                range(start, start + len(share) * page_bytes, page_bytes), share, strict=True
+            ):
+                tx.do(
+                    partial(self.driver.map, address, page), partial(self.driver.unmap, address, page_bytes)
+                )
+            self.driver.set_access(start, len(share) * page_bytes)
+
+    def _unmap(self, tx: Transaction, layer: int, slot: int, pages: Sequence[int]) -> None:
+        for part, share in self._part_pages(pages):
+            start, nbytes = self.address(layer, part, slot), len(share) * self.geometry.page_bytes
+            tx.do(partial(self.driver.unmap, start, nbytes), partial(self._map_again, start, share))
+
+    def _map_again(self, start: int, pages: Sequence[int]) -> None:
+        page_bytes = self.geometry.page_bytes
+        for index, page in enumerate(pages):
+            self.driver.map(start + index * page_bytes, page)
+        self.driver.set_access(start, len(pages) * page_bytes)
+
+    def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
+        """Move pages in the ledger in their order, there and back: the order is where each page lies."""
+        tx.do(partial(self._move, pages, old, new), partial(self._move, pages, new, old))
+
+    def _move(self, pages: Sequence[int], old: Owner, new: Owner) -> None:
+        for page in pages:
+            self.ledger.move(page, old, new)

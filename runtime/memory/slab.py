@@ -1,0 +1,247 @@
+"""Expert weights of one rank: one address per expert for ever, and where each is read now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vamp_runtime.errors import ConfigError, IntegrityError
+from vamp_runtime.memory.driver import MemoryDriver
+from vamp_runtime.memory.geometry import SlabGeometry
+from vamp_runtime.memory.homes import HomeSlots
+from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.records import ExpertRecords
+from vamp_runtime.memory.transaction import Transaction
+
+
+class ExpertSlab:
+    """Records, home slots and slot table of all layers. For one thread at a time.
+
+    A group is resident, or redirected (its experts are read through the home alias), or redirected and out
+    (its HBM pages are gone and its home lies behind its own addresses too).
+
+    Args:
+        order: per layer, ``order[layer][expert]`` is the record that the expert takes; default its index.
+
+    Raises:
+        ConfigError: a tier has no room (nothing is left behind), or ``order`` is no permutation.
+
+    Attributes:
+        slot_table: ``[layers][experts]``, the slot at which each expert is to be read now: its own record or
+            its home alias. Changed in place.
+    """
+
+    def __init__(
+        self,
+        driver: MemoryDriver,
+        ledger: PageLedger,
+        geometry: SlabGeometry,
+        order: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        layers, experts = range(geometry.layers), range(geometry.experts)
+        self.geometry = geometry
+        self._order = [list(row) for row in order] if order is not None else [list(experts) for _ in layers]
+        _check_order(self._order, geometry)
+        self._experts = [sorted(experts, key=row.__getitem__) for row in self._order]
+        self.slot_table = [list(row) for row in self._order]
+        self._coldness = [list(reversed(range(geometry.movable_groups))) for _ in layers]
+        self._homes = [HomeSlots(geometry.home_slots) for _ in layers]
+        self._out: list[list[int]] = [[] for _ in layers]
+        self._redirected: list[set[int]] = [set() for _ in layers]
+        self._checksums: list[list[bytes]] = []
+        self.ledger = ledger
+        self._records = ExpertRecords(driver, ledger, geometry)
+        self._driver = driver
+
+    @property
+    def level(self) -> int:
+        """Groups of every layer that are out of HBM."""
+        return len(self._out[0])
+
+    def address(self, layer: int, part: int, slot: int = 0) -> int:
+        return self._records.address(layer, part, slot)
+
+    def record(self, layer: int, expert: int) -> int:
+        """The expert's own slot."""
+        return self._order[layer][expert]
+
+    def experts_of(self, layer: int, group: int) -> list[int]:
+        """Experts whose records are in ``group``, by record."""
+        size = self.geometry.group
+        return self._experts[layer][group * size : (group + 1) * size]
+
+    def out(self, layer: int) -> tuple[int, ...]:
+        """Groups out of HBM, in the order they left."""
+        return tuple(self._out[layer])
+
+    def redirected(self, layer: int) -> frozenset[int]:
+        """Groups that the slot table reads through their home aliases."""
+        return frozenset(self._redirected[layer])
+
+    def without_pages(self, layer: int) -> frozenset[int]:
+        """Groups that own no HBM page."""
+        groups = range(self.geometry.groups)
+        owners = {group: Owner(OwnerKind.EXPERT, layer, group) for group in groups}
+        return frozenset(group for group in groups if not self.ledger.pages(owners[group]))
+
+    def set_coldness(self, layer: int, groups: Sequence[int]) -> None:
+        """Set the order in which groups should leave, coldest first.
+
+        Every movable group must be named once; a short last group may be and is passed over.
+        """
+        movable = [group for group in groups if group < self.geometry.movable_groups]
+        if sorted(movable) != list(range(self.geometry.movable_groups)):
+            raise ValueError(f"layer {layer}: coldness must name every movable group once: {list(groups)}")
+        self._coldness[layer] = movable
+
+    def coldest(self, layer: int, n: int) -> list[int]:
+        """The next ``n`` movable groups that are in HBM and not on their way out, coldest first."""
+        return [group for group in self._coldness[layer] if group not in self._redirected[layer]][:n]
+
+    def ready(self, layer: int, n: int) -> list[int]:
+        """The next ``n`` groups that may leave: like ``coldest``, but only those with a valid home."""
+        homes = self._homes[layer]
+        resident = self.coldest(layer, self.geometry.movable_groups)
+        return [group for group in resident if homes.slot_of(group) is not None][:n]
+
+    def home_of(self, layer: int, group: int) -> int | None:
+        """Home slot with a valid copy of the group."""
+        return self._homes[layer].slot_of(group)
+
+    def refresh_homes(self, budget_bytes: int) -> int:
+        """Copy the coldest groups that lack a home into home slots, at most ``budget_bytes``; bytes copied.
+
+        The coldest of all layers go first, so that whole levels become ready. A home counts as valid once all
+        copies are done; a slot whose copy was refused stays empty. Homes of redirected groups stay.
+
+        Raises:
+            DriverError: a copy was refused.
+        """
+        geometry, jobs = self.geometry, []
+        for layer, homes in enumerate(self._homes):
+            pinned = self._redirected[layer]
+            wanted = self.coldest(layer, geometry.home_slots - len(pinned))
+            jobs += [(rank, layer, group, slot) for rank, group, slot in homes.plan(wanted, pinned)]
+        jobs = sorted(jobs)[: max(budget_bytes, 0) // geometry.group_bytes]
+        for _, layer, group, slot in jobs:
+            self._homes[layer].empty(slot)
+            target = self._records.home_alias(slot)
+            self._records.copy_group(layer, source=group * geometry.group, target=target)
+        self._driver.synchronize()
+        for _, layer, group, slot in jobs:
+            self._homes[layer].fill(slot, group)
+        return len(jobs) * geometry.group_bytes
+
+    def redirect(self, layer: int, group: int) -> None:
+        """Read the group's experts through its home alias."""
+        self._point(layer, group, self._records.home_alias(self._valid_home(layer, group)))
+        self._redirected[layer].add(group)
+
+    def point_back(self, layer: int, group: int) -> None:
+        """Read the group's experts at their own records."""
+        self._point(layer, group, group * self.geometry.group)
+        self._redirected[layer].remove(group)
+
+    def take_out(self, tx: Transaction, layer: int, group: int) -> tuple[int, ...]:
+        """Put the home behind a redirected group's own addresses; its HBM pages, now FREE and unmapped."""
+        assert group in self._redirected[layer] and group not in self._out[layer]
+        return self._records.take_out(tx, layer, group, self._valid_home(layer, group))
+
+    def bring_back(self, tx: Transaction, layer: int, group: int, pages: Sequence[int]) -> None:
+        """Put FREE, unmapped pages behind the group's own addresses; its bytes may still be on their way."""
+        assert group in self._out[layer]
+        self._records.bring_back(tx, layer, group, self._valid_home(layer, group), pages)
+
+    def mark_out(self, layer: int, groups: Sequence[int]) -> None:
+        """Count redirected groups as out, in this order."""
+        assert self._redirected[layer].issuperset(groups)
+        self._out[layer] += groups
+
+    def mark_resident(self, layer: int, groups: Sequence[int]) -> None:
+        """Count groups as back in HBM and read them there."""
+        for group in groups:
+            self._out[layer].remove(group)
+            self.point_back(layer, group)
+
+    def seal(self) -> None:
+        """Record a checksum of every expert, read at its own address. Weights must not change afterwards."""
+        self._checksums = [
+            [self._records.checksum(layer, record) for record in row] for layer, row in enumerate(self._order)
+        ]
+
+    def verify(self, layer: int, expert: int) -> None:
+        """Hold the expert's bytes, where the slot table says and at its own address, against ``seal``.
+
+        Raises:
+            IntegrityError: naming layer, expert and slot.
+        """
+        assert self._checksums, "seal() comes first"
+        for slot in sorted({self.slot_table[layer][expert], self.record(layer, expert)}):
+            if self._records.checksum(layer, slot) != self._checksums[layer][expert]:
+                raise IntegrityError(f"layer {layer}, expert {expert}: the bytes at slot {slot} have changed")
+
+    def verify_all(self) -> None:
+        for layer in range(self.geometry.layers):
+            for expert in range(self.geometry.experts):
+                self.verify(layer, expert)
+
+    def check_integrity(self) -> None:
+        """Own addresses are backed, by HBM or by a valid home, and the slot table names nothing else.
+
+        Holds between any two steps of a move.
+
+        Raises:
+            IntegrityError: naming the layer and the group.
+        """
+        for layer, homes in enumerate(self._homes):
+            homes.check_integrity()
+            for home in range(self.geometry.home_slots):
+                if (
+                    len(self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
+                    != self.geometry.pages_per_group
+                ):
+                    raise IntegrityError(f"layer {layer}: home slot {home} has lost pages")
+            for group in range(self.geometry.groups):
+                self._check_group(layer, group)
+
+    def close(self) -> None:
+        """Give back every page and address, also with groups out."""
+        self._records.close()
+
+    def _valid_home(self, layer: int, group: int) -> int:
+        home = self.home_of(layer, group)
+        assert home is not None, f"layer {layer}: group {group} has no valid home"
+        return home
+
+    def _point(self, layer: int, group: int, first_slot: int) -> None:
+        for index, expert in enumerate(self.experts_of(layer, group)):
+            self.slot_table[layer][expert] = first_slot + index
+
+    def _check_group(self, layer: int, group: int) -> None:
+        pages = len(self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)))
+        home, redirected = self.home_of(layer, group), group in self._redirected[layer]
+        name = f"layer {layer}: group {group}"
+        if pages not in (0, self.geometry.pages_per_group):
+            raise IntegrityError(f"{name} has {pages} of {self.geometry.pages_per_group} pages")
+        if (redirected or not pages) and home is None:
+            raise IntegrityError(f"{name} is out of HBM or redirected without a valid home")
+        if group in self._out[layer] and not redirected:
+            raise IntegrityError(f"{name} is out of HBM but not redirected")
+        first = (
+            self._records.home_alias(home) if redirected and home is not None else group * self.geometry.group
+        )
+        for index, expert in enumerate(self.experts_of(layer, group)):
+            if self.slot_table[layer][expert] != first + index:
+                raise IntegrityError(
+                    f"{name}: expert {expert} is read at slot {self.slot_table[layer][expert]}"
+                )
+
+
+def _check_order(order: Sequence[Sequence[int]], geometry: SlabGeometry) -> None:
+    if len(order) != geometry.layers:
+        raise ConfigError(f"record order: {len(order)} layers; {geometry.layers} would work")
+    for layer, row in enumerate(order):
+        if sorted(row) != list(range(geometry.experts)):
+            raise ConfigError(
+                f"record order, layer {layer}: {list(row)[:8]}... is no permutation;"
+                f" every record from 0 to {geometry.experts - 1} once would work"
+            )

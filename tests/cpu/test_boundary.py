@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, move
+from support.deferring import DeferringDriver
+from support.rigs import SHAPES, Rig, Shape, build_rig
+
+from vamp_runtime.errors import IntegrityError
+from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.memory.host import HostDriver
+from vamp_runtime.memory.ledger import Owner, OwnerKind
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver(4096)
+    yield driver
+    driver.close()
+
+
+class TestBoundary(BoundarySuite):
+    def footprint(self, rig: Rig) -> object:
+        gc.collect()
+        files = len(os.listdir("/proc/self/fd"))
+        regions = len(Path("/proc/self/maps").read_text().splitlines())
+        return rig.driver.usage(), files, regions
+
+
+class TestBoundaryWithCopiesPutOff(BoundarySuite):
+    cycles = 20
+
+    @pytest.fixture
+    def driver(self, driver: HostDriver) -> DeferringDriver:
+        return DeferringDriver(driver)
+
+
+def test_a_lost_page_is_found(driver: HostDriver) -> None:
+    rig = build_rig(driver, SHAPES[0])
+    page = rig.ledger.pages(Owner(OwnerKind.EXPERT, 1, 2))[0]
+    rig.ledger.move(page, Owner(OwnerKind.EXPERT, 1, 2), Owner(OwnerKind.FREE))
+    with pytest.raises(IntegrityError, match="layer 1: groups \\(\\) are out"):
+        rig.boundary.check_integrity()
+
+
+def test_a_page_the_kv_cache_gave_away_by_itself_is_found(driver: HostDriver) -> None:
+    rig = build_rig(driver, SHAPES[0])
+    rig.region._drop(1)
+    with pytest.raises(IntegrityError, match="the KV cache has 7 pages at level 0"):
+        rig.boundary.check_integrity()
+
+
+class Moves(RuleBasedStateMachine):
+    """Any sequence of moves, claims and changes of coldness, held against a few lines of arithmetic."""
+
+    @initialize(
+        shape=st.sampled_from(SHAPES), ratio=st.sampled_from([0.3, 0.7, 1.0]), homes=st.integers(0, 9)
+    )
+    def build(self, shape: Shape, ratio: float, homes: int) -> None:
+        self.driver = HostDriver(4096)
+        shape = Shape(shape.name, shape.layers, shape.experts, shape.halves, ratio, shape.positions)
+        budget = homes * shape.slab(4096).group_bytes
+        self.rig = build_rig(self.driver, shape, homes=budget)
+        self.level = 0
+
+    @rule(kind=st.sampled_from(MoveKind), levels=st.integers(0, 3), cordon=st.booleans())
+    def move(self, kind: MoveKind, levels: int, cordon: bool) -> None:
+        rig, geometry, region = self.rig, self.rig.geometry, self.rig.region
+        claimed = region.claimed // 2 if cordon and kind is RESTORE else region.claimed
+        held = region.geometry.pages_for_blocks(claimed)
+        kept = rig.kv_pages()[:held]
+        layers = range(geometry.layers)
+        if kind is OFFLOAD:
+            room = self.level + levels <= geometry.max_level
+            possible = room and all(len(rig.slab.ready(layer, levels)) == levels for layer in layers)
+        else:
+            possible = levels <= self.level and held <= region.pages - levels * geometry.pages_per_level
+        outcome = rig.boundary.run(move(rig.boundary, kind, levels, claimed))
+        assert outcome.ok is (possible and levels > 0), outcome.reason
+        if outcome.ok:
+            self.level += levels if kind is OFFLOAD else -levels
+            assert region.claimed == claimed
+        assert outcome.level == self.level
+        assert rig.kv_pages()[:held] == kept
+
+    @rule(share=st.floats(0, 1))
+    def claim(self, share: float) -> None:
+        self.rig.region.claim(round(share * self.rig.region.blocks))
+
+    @rule(seed=st.integers(0, 9))
+    def serve(self, seed: int) -> None:
+        self.rig.dirty_kv(seed)
+
+    @rule(data=st.data(), budget=st.integers(0, 5))
+    def follow_coldness(self, data: st.DataObject, budget: int) -> None:
+        for layer in range(self.rig.geometry.layers):
+            groups = data.draw(st.permutations(range(self.rig.geometry.movable_groups)))
+            self.rig.slab.set_coldness(layer, groups)
+        nbytes = budget * self.rig.geometry.group_bytes
+        assert self.rig.slab.refresh_homes(nbytes) <= nbytes
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.close()
+            usage = self.driver.usage()
+            assert (usage.reservations, usage.mappings, usage.handles) == (0, 0, 0)
+            self.driver.close()
+
+
+TestMoves = Moves.TestCase
+TestMoves.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.boundary_suite import EMPTY
+from support.faulty import FaultyDriver
+
+from vamp_runtime.errors import ConfigError, DriverError, IntegrityError
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.memory.geometry import KVGeometry
+from vamp_runtime.memory.host import HostDriver
+from vamp_runtime.memory.kv_region import FREE, KVRegion
+from vamp_runtime.memory.ledger import OwnerKind, PageLedger
+from vamp_runtime.memory.transaction import Transaction
+
+PAGE = 4096
+# 5 pages hold 3 blocks and a bit in each of two positions.
+GEOMETRY = KVGeometry(
+    positions=2, block_stride=6000, position_stride=8 * PAGE, virtual_blocks=5, page_bytes=PAGE
+)
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
+    yield driver
+    driver.close()
+
+
+def build(driver: HostDriver, pages: int) -> KVRegion:
+    return KVRegion(driver, PageLedger(PAGE), GEOMETRY, pages)
+
+
+def kinds(region: KVRegion) -> tuple[int, int, int]:
+    """Pages that are KV, RESERVE and FREE."""
+    ledger = region._ledger
+    return ledger.count(OwnerKind.KV), ledger.count(OwnerKind.RESERVE), ledger.count(OwnerKind.FREE)
+
+
+def test_the_head_is_backed_and_zero(driver: HostDriver) -> None:
+    region = build(driver, 7)
+    assert (region.nbytes, region.pages, region.blocks, region.claimed) == (16 * PAGE, 7, 2, 0)
+    assert region.address(2, 1) - region.address(0) == 8 * PAGE + 12000
+    assert driver.read(region.address(0, 0), 4 * PAGE) == bytes(4 * PAGE)
+    assert driver.read(region.address(0, 1), 3 * PAGE) == bytes(3 * PAGE)
+    with pytest.raises(DriverError):
+        driver.read(region.address(0, 1) + 3 * PAGE, 1)
+    region.close()
+    assert driver.usage() == EMPTY
+
+
+def test_no_room_is_an_error_that_knows_a_way(driver: HostDriver) -> None:
+    ledger = PageLedger(PAGE)
+    handle = driver.create(9 * PAGE, Tier.HBM)
+    before = driver.usage()
+    with pytest.raises(ConfigError, match="needs 40960 bytes and 28672 could be had; 2 blocks would work"):
+        KVRegion(driver, ledger, GEOMETRY, 10)
+    assert driver.usage() == before and ledger.total(Tier.HBM) == 0
+    driver.release(handle)
+    assert KVRegion(driver, ledger, GEOMETRY, GEOMETRY.pages_for_blocks(2)).blocks == 2
+
+
+def test_claims_move_pages_between_reserve_and_kv(driver: HostDriver) -> None:
+    region = build(driver, 10)
+    assert kinds(region) == (0, 10, 0)
+    for claimed, expected in ((1, (4, 6, 0)), (3, (10, 0, 0)), (2, (6, 4, 0)), (0, (0, 10, 0))):
+        region.claim(claimed)
+        assert kinds(region) == expected
+        region.check_integrity()
+    with pytest.raises(AssertionError, match="4 blocks claimed of 3"):
+        region.claim(4)
+
+
+def test_claimed_pages_are_not_popped(driver: HostDriver) -> None:
+    region = build(driver, 9)
+    region.claim(2)
+    with Transaction() as tx, pytest.raises(AssertionError, match="claimed block"):
+        region.pop(tx, 4)
+    with Transaction() as tx:
+        assert len(region.pop(tx, 3)) == 3
+        tx.commit()
+    region.check_integrity()
+    assert kinds(region) == (6, 0, 3)
+
+
+def test_pushed_pages_are_zero_whatever_they_held(driver: HostDriver) -> None:
+    region = build(driver, 9)
+    driver.write(region.address(0), b"x" * 5 * PAGE)
+    driver.write(region.address(0, 1), b"x" * 4 * PAGE)
+    with Transaction() as tx:
+        region.push(tx, region.pop(tx, 5))
+        tx.commit()
+    assert driver.read(region.address(0), 5 * PAGE) == b"x" * 2 * PAGE + bytes(3 * PAGE)
+    assert driver.read(region.address(0, 1), 4 * PAGE) == b"x" * 2 * PAGE + bytes(2 * PAGE)
+
+
+def test_access_is_set_once_for_each_contiguous_range(driver: HostDriver) -> None:
+    faulty = FaultyDriver(driver)
+    region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 3)
+    with Transaction() as tx:
+        popped = region.pop(tx, 3)
+        faulty.arm(0)
+        region.push(tx, popped)
+        tx.commit()
+    assert sorted(faulty.log) == ["map"] * 3 + ["set_access"] * 2 + ["zero"] * 2
+
+
+@pytest.mark.parametrize("pages", [0, 1, 4])
+def test_undone_pop_maps_again_and_zeroes(driver: HostDriver, pages: int) -> None:
+    region = build(driver, 9)
+    driver.write(region.address(0), b"x" * 5 * PAGE)
+    driver.write(region.address(0, 1), b"x" * 4 * PAGE)
+    before = driver.usage()
+    with Transaction() as tx:
+        region.pop(tx, pages)
+    assert driver.usage() == before and region.pages == 9
+    region.check_integrity()
+    both = driver.read(region.address(0), 5 * PAGE) + driver.read(region.address(0, 1), 4 * PAGE)
+    assert both.count(0) == pages * PAGE and both.count(b"x") == (9 - pages) * PAGE
+
+
+def test_undone_push_takes_the_pages_back(driver: HostDriver) -> None:
+    region = build(driver, 9)
+    with Transaction() as tx:
+        handles = region.pop(tx, 4)
+        tx.commit()
+    before = driver.usage()
+    with Transaction() as tx:
+        region.push(tx, handles)
+    assert driver.usage() == before and region.pages == 5
+    assert region._ledger.pages(FREE) == tuple(handles)
+    region.check_integrity()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 5), st.booleans()), max_size=12))
+def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, bool]]) -> None:
+    driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
+    region, spare = build(driver, 8), []
+    usage = driver.usage()
+    for push, count, claim, commit in walk:
+        region.claim(min(claim, region.blocks))
+        with Transaction() as tx:
+            if push:
+                taken = spare[:count]
+                region.push(tx, taken)
+                left = spare[count:]
+            else:
+                top = region.pages - GEOMETRY.pages_for_blocks(region.claimed)
+                left = spare + region.pop(tx, min(count, top))
+            if commit:
+                tx.commit()
+                spare = left
+        region.check_integrity()
+        assert region.pages + len(spare) == 8
+        assert region.blocks == GEOMETRY.blocks_for_pages(region.pages)
+        assert driver.usage().mappings == usage.mappings - len(spare)
+        for block in range(region.blocks):
+            assert all(len(driver.read(region.address(block, position), 6000)) == 6000 for position in (0, 1))
+    driver.close()
+
+
+def test_a_page_that_changed_hands_is_found(driver: HostDriver) -> None:
+    region = build(driver, 4)
+    region._ledger.move(region._pages[0], region._ledger.owner(region._pages[0]), FREE)
+    with pytest.raises(IntegrityError, match="KV page 0 belongs to"):
+        region.check_integrity()

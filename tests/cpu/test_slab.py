@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.boundary_suite import EMPTY, reverse_coldness
+from support.deferring import DeferringDriver
+from support.faulty import FaultyDriver
+from support.rigs import DENSE, RECORDS, SHAPES, Rig, Shape, build_rig
+
+from vamp_runtime.errors import ConfigError, DriverError, IntegrityError
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.memory.geometry import SlabGeometry
+from vamp_runtime.memory.homes import HomeSlots
+from vamp_runtime.memory.host import HostDriver
+from vamp_runtime.memory.ledger import OwnerKind, PageLedger
+from vamp_runtime.memory.slab import ExpertSlab
+
+PAGE = 4096
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver(PAGE)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(params=SHAPES, ids=lambda shape: shape.name)
+def rig(request: pytest.FixtureRequest, driver: HostDriver) -> Rig:
+    shape: Shape = request.param
+    return build_rig(driver, shape)
+
+
+def test_records_follow_each_other_and_homes_follow_records(rig: Rig) -> None:
+    geometry, slab = rig.geometry, rig.slab
+    for part, size in enumerate(geometry.part_bytes):
+        assert slab.address(1, part, 3) - slab.address(1, part) == 3 * size
+    expert = slab.experts_of(0, slab.coldest(0, 1)[0])[0]
+    home = slab.home_of(0, slab.coldest(0, 1)[0])
+    assert home is not None
+    alias = geometry.home_slot_base + home * geometry.group
+    assert rig.expert(0, expert, alias) == rig.weights[0][expert] != rig.weights[1][expert]
+
+
+def test_a_home_stays_what_it_was_while_the_record_changes(rig: Rig) -> None:
+    group = rig.slab.coldest(0, 1)[0]
+    expert = rig.slab.experts_of(0, group)[0]
+    rig.driver.write(rig.slab.address(0, 0, rig.slab.record(0, expert)), b"changed")
+    alias = rig.geometry.home_slot_base + rig.slab.home_of(0, group) * rig.geometry.group
+    assert rig.expert(0, expert, alias) == rig.weights[0][expert]
+    with pytest.raises(IntegrityError, match=f"layer 0, expert {expert}: the bytes at slot"):
+        rig.slab.verify(0, expert)
+
+
+def test_a_home_is_valid_only_when_its_bytes_are_there(driver: HostDriver) -> None:
+    rig = build_rig(DeferringDriver(driver), DENSE, homes=0)
+    rig.slab.refresh_homes(1 << 40)
+    rig.driver = driver
+    for group in rig.slab.ready(0, 9):
+        alias = rig.geometry.home_slot_base + rig.slab.home_of(0, group)
+        assert rig.expert(0, group, alias) == rig.weights[0][group]
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3, 3], []])
+def test_coldness_must_name_every_movable_group(driver: HostDriver, groups: list[int]) -> None:
+    slab = build_rig(driver, RECORDS).slab
+    with pytest.raises(ValueError, match="layer 1: coldness"):
+        slab.set_coldness(1, groups)
+    assert slab.coldest(1, 9) == [3, 2, 1, 0]
+
+
+def test_whole_levels_become_ready_first(driver: HostDriver) -> None:
+    rig = build_rig(driver, DENSE, homes=0)
+    size, layers = rig.geometry.group_bytes, range(rig.geometry.layers)
+    for copied in range(1, 7):
+        assert rig.slab.refresh_homes(size) == size
+        ready = [len(rig.slab.ready(layer, 9)) for layer in layers]
+        assert sum(ready) == copied and max(ready) - min(ready) <= 1
+    assert rig.slab.refresh_homes(size) == 0
+    assert all(rig.slab.ready(layer, 9) == rig.slab.coldest(layer, 3) for layer in layers)
+
+
+def test_a_wanted_home_is_not_copied_again(rig: Rig) -> None:
+    slab, layers = rig.slab, range(rig.geometry.layers)
+    before = [[slab.home_of(layer, group) for group in slab.coldest(layer, 3)] for layer in layers]
+    for layer in layers:
+        first, second, third, *rest = slab.coldest(layer, 9)
+        slab.set_coldness(layer, [third, rest[0], first, second, *rest[1:]])
+    assert slab.refresh_homes(1 << 40) == rig.geometry.layers * rig.geometry.group_bytes
+    for layer, homes in enumerate(before):
+        third, new, first = slab.coldest(layer, 3)
+        assert (slab.home_of(layer, first), slab.home_of(layer, third)) == (homes[0], homes[2])
+        assert slab.home_of(layer, new) == homes[1]
+
+
+def test_no_host_room_is_an_error_that_knows_a_way() -> None:
+    geometry = RECORDS.slab(PAGE)
+    driver = HostDriver(PAGE, {Tier.HBM: 1 << 30, Tier.HOST: 5 * geometry.page_bytes})
+    ledger = PageLedger(geometry.page_bytes)
+    with pytest.raises(ConfigError, match=r"max_offload_ratio=0.66\d*: .* host memory") as error:
+        ExpertSlab(driver, ledger, geometry)
+    assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == ledger.total(Tier.HOST) == 0
+    ratio = float(re.search(r"; ([\d.]+) would work", str(error.value))[1])
+    fitting = SlabGeometry.plan(2, 9, geometry.part_bytes, PAGE, ratio)
+    assert fitting.max_level == 2, "two levels of two pages fit into five"
+    ExpertSlab(driver, ledger, fitting)
+    driver.close()
+
+
+def test_no_hbm_room_is_an_error_that_knows_a_way() -> None:
+    geometry = RECORDS.slab(PAGE)
+    driver = HostDriver(PAGE, {Tier.HBM: 4 * geometry.page_bytes, Tier.HOST: 1 << 30})
+    ledger = PageLedger(geometry.page_bytes)
+    with pytest.raises(ConfigError, match=r"hbm: .* 3 times the tensor parallel size would work"):
+        ExpertSlab(driver, ledger, geometry)
+    assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == 0
+    driver.close()
+
+
+def test_no_host_tier_is_an_error_that_knows_a_way() -> None:
+    geometry = RECORDS.slab(PAGE)
+    driver = HostDriver(PAGE, {Tier.HBM: 1 << 30})
+    with pytest.raises(ConfigError, match=r"max_offload_ratio: .* 0 would work"):
+        ExpertSlab(driver, PageLedger(geometry.page_bytes), geometry)
+    fitting = SlabGeometry.plan(2, 9, geometry.part_bytes, PAGE, 0)
+    ExpertSlab(driver, PageLedger(geometry.page_bytes), fitting).close()
+    assert driver.usage() == EMPTY
+    driver.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_refused_call_while_building_leaves_nothing_behind(driver: HostDriver, shape: Shape) -> None:
+    geometry = shape.slab(PAGE)
+    for k in range(1, 1000):
+        faulty, ledger = FaultyDriver(driver, k), PageLedger(geometry.page_bytes)
+        try:
+            slab = ExpertSlab(faulty, ledger, geometry)
+            break
+        except DriverError:
+            assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == ledger.total(Tier.HOST) == 0
+    assert faulty.counter == k - 1 > geometry.groups * geometry.pages_per_level
+    faulty.arm(0)
+    slab.close()
+    assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == ledger.total(Tier.HOST) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([list(range(9))], "1 layers; 2 would work"),
+        ([list(range(9)), [0, 1, 2, 3, 4, 5, 6, 7, 7]], "layer 1: .* is no permutation"),
+        ([list(range(9)), list(range(8))], "layer 1: .* is no permutation"),
+    ],
+)
+def test_record_order_must_be_a_permutation(driver: HostDriver, order: list[list[int]], message: str) -> None:
+    geometry = RECORDS.slab(PAGE)
+    with pytest.raises(ConfigError, match=f"record order.*{message}"):
+        ExpertSlab(driver, PageLedger(geometry.page_bytes), geometry, order)
+    assert driver.usage() == EMPTY
+
+
+def test_experts_lie_where_the_order_says(driver: HostDriver) -> None:
+    order = [[8, 7, 6, 5, 4, 3, 2, 1, 0], [1, 0, 3, 2, 5, 4, 7, 6, 8]]
+    rig = build_rig(driver, RECORDS, order=order)
+    for layer, row in enumerate(order):
+        for expert, record in enumerate(row):
+            assert rig.slab.record(layer, expert) == rig.slab.slot_table[layer][expert] == record
+            assert rig.expert(layer, expert, record) == rig.weights[layer][expert]
+    assert rig.slab.experts_of(0, 0) == [8, 7] and rig.slab.experts_of(0, 4) == [0]
+
+
+def test_wrong_slot_is_found(rig: Rig) -> None:
+    rig.slab.slot_table[1][2] = 0
+    with pytest.raises(IntegrityError, match=r"layer 1: group .: expert 2 is read at slot 0"):
+        rig.slab.check_integrity()
+    with pytest.raises(IntegrityError, match="layer 1, expert 2:"):
+        rig.slab.verify_all()
+
+
+def test_lost_home_of_a_group_that_is_out_is_found(rig: Rig) -> None:
+    rig.moved(rig.boundary.offload(1))
+    rig.slab._homes[0].empty(rig.slab.home_of(0, rig.slab.out(0)[0]))
+    with pytest.raises(IntegrityError, match="without a valid home"):
+        rig.slab.check_integrity()
+
+
+def test_homes_of_leaving_groups_are_kept(rig: Rig) -> None:
+    rig.moved(rig.boundary.offload(3))
+    reverse_coldness(rig)
+    assert rig.slab.refresh_homes(1 << 40) == 0
+    rig.check()
+    assert rig.ledger.count(OwnerKind.HOME, Tier.HOST) == 3 * rig.geometry.pages_per_level
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.permutations(range(8)), st.sets(st.integers(0, 7)), st.integers(0, 5))),
+)
+@settings(deadline=None)
+def test_home_plans_keep_what_is_wanted(slots: int, walk: list[tuple[list[int], set[int], int]]) -> None:
+    homes = HomeSlots(slots)
+    for order, chosen, budget in walk:
+        pinned = {group for group in chosen if homes.slot_of(group) is not None}
+        wanted = [group for group in order if group not in pinned][: slots - len(pinned)]
+        held = {group: homes.slot_of(group) for group in {*wanted, *pinned}}
+        plan = homes.plan(wanted, pinned)
+        assert [group for _, group, _ in plan] == [group for group in wanted if held[group] is None]
+        assert all(wanted[rank] == group for rank, group, _ in plan)
+        for _, group, slot in plan[:budget]:
+            homes.empty(slot)
+            homes.fill(slot, group)
+            held[group] = slot
+        homes.check_integrity()
+        assert {group: homes.slot_of(group) for group in held} == held

@@ -1,0 +1,162 @@
+"""A small rank: slab, KV region and boundary on a given driver, filled with random bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vamp_runtime.memory.agreement import Agreement, SoleRank
+from vamp_runtime.memory.boundary import Boundary, Outcome
+from vamp_runtime.memory.driver import DriverUsage, MemoryDriver
+from vamp_runtime.memory.geometry import KVGeometry, SlabGeometry
+from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.slab import ExpertSlab
+
+EVERYTHING = 1 << 60  # a home budget that never binds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a rig in half granules, so that they hold for any driver."""
+
+    name: str
+    layers: int
+    experts: int
+    halves: tuple[int, ...]
+    ratio: float
+    positions: int
+    pages: int = 8
+
+    def slab(self, granularity: int) -> SlabGeometry:
+        parts = tuple(half * granularity // 2 for half in self.halves)
+        return SlabGeometry.plan(self.layers, self.experts, parts, granularity, self.ratio)
+
+    def kv(self, slab: SlabGeometry) -> KVGeometry:
+        """Room for all levels; a block is 3/5 of a page, so that blocks and pages end apart."""
+        pages = -(-(self.pages + slab.max_level * slab.pages_per_level) // self.positions)
+        stride, block = pages * slab.page_bytes, slab.page_bytes * 3 // 5
+        return KVGeometry(self.positions, block, stride, stride // block, slab.page_bytes)
+
+
+# One record per expert, two experts to a group of one page, a short last group; one KV tail.
+RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, positions=1)
+# Dense w13 and w2, a group of three pages for each expert; a KV tail for each of three positions.
+DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
+SHAPES = (RECORDS, DENSE)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything of a rank that an abandoned move must leave alone."""
+
+    owners: dict[Owner, tuple[int, ...]]
+    usage: DriverUsage
+    experts: list[bytes]
+    slot_table: list[list[int]]
+    out: list[tuple[int, ...]]
+    homes: list[list[int | None]]
+    claimed: int
+    pages: int
+
+
+@dataclass
+class Rig:
+    driver: MemoryDriver
+    ledger: PageLedger
+    slab: ExpertSlab
+    region: KVRegion
+    boundary: Boundary
+    weights: list[list[bytes]]
+
+    @property
+    def geometry(self) -> SlabGeometry:
+        return self.slab.geometry
+
+    def expert(self, layer: int, expert: int, slot: int | None = None) -> bytes:
+        """The expert's bytes at its own address, or at ``slot``."""
+        at = self.slab.record(layer, expert) if slot is None else slot
+        parts = enumerate(self.geometry.part_bytes)
+        return b"".join(self.driver.read(self.slab.address(layer, part, at), size) for part, size in parts)
+
+    def kv_pages(self) -> list[bytes]:
+        """Bytes of each backed KV page."""
+        geometry, base = self.region.geometry, self.region.address(0)
+        offsets = [geometry.page_offset(page) for page in range(self.region.pages)]
+        return [self.driver.read(base + offset, geometry.page_bytes) for offset in offsets]
+
+    def dirty_kv(self, seed: int = 7) -> None:
+        """Fill every backed KV page with random bytes, as serving would."""
+        source, geometry, base = random.Random(seed), self.region.geometry, self.region.address(0)
+        for page in range(self.region.pages):
+            self.driver.write(base + geometry.page_offset(page), source.randbytes(geometry.page_bytes))
+
+    def snapshot(self) -> Snapshot:
+        slab, layers = self.slab, range(self.geometry.layers)
+        kinds = [Owner(kind) for kind in (OwnerKind.FREE, OwnerKind.KV, OwnerKind.RESERVE)]
+        groups = [
+            Owner(OwnerKind.EXPERT, la, group) for la in layers for group in range(self.geometry.groups)
+        ]
+        homes = [Owner(OwnerKind.HOME, la, home) for la in layers for home in range(self.geometry.home_slots)]
+        return Snapshot(
+            owners={owner: self.ledger.pages(owner) for owner in (*kinds, *groups, *homes)},
+            usage=self.driver.usage(),
+            experts=[self.expert(la, ex) for la in layers for ex in range(self.geometry.experts)],
+            slot_table=[list(row) for row in slab.slot_table],
+            out=[slab.out(layer) for layer in layers],
+            homes=[[slab.home_of(la, group) for group in range(self.geometry.groups)] for la in layers],
+            claimed=self.region.claimed,
+            pages=self.region.pages,
+        )
+
+    def check(self) -> None:
+        """Every invariant, and every expert's bytes where the slot table says and at its own address."""
+        self.boundary.check_integrity()
+        self.slab.verify_all()
+        for layer, row in enumerate(self.weights):
+            for expert, data in enumerate(row):
+                for slot in {self.slab.record(layer, expert), self.slab.slot_table[layer][expert]}:
+                    assert self.expert(layer, expert, slot) == data
+
+    def moved(self, outcome: Outcome) -> Outcome:
+        """``outcome``, which must be that of a published move."""
+        assert outcome.ok, outcome.reason
+        self.check()
+        return outcome
+
+    def close(self) -> None:
+        self.region.close()
+        self.slab.close()
+
+
+def build_rig(
+    driver: MemoryDriver,
+    shape: Shape,
+    agreement: Agreement | None = None,
+    order: Sequence[Sequence[int]] | None = None,
+    homes: int = EVERYTHING,
+    seed: int = 0,
+) -> Rig:
+    """A loaded rank: random experts, homes filled up to ``homes`` bytes, half of the KV blocks claimed."""
+    geometry = shape.slab(driver.granularity)
+    ledger = PageLedger(geometry.page_bytes)
+    slab = ExpertSlab(driver, ledger, geometry, order)
+    region = KVRegion(driver, ledger, shape.kv(geometry), shape.pages)
+    ledger.seal()
+    source = random.Random(seed)
+    weights = []
+    for layer in range(geometry.layers):
+        weights.append([source.randbytes(geometry.expert_bytes) for _ in range(geometry.experts)])
+        for expert, data in enumerate(weights[layer]):
+            first = 0
+            for part, size in enumerate(geometry.part_bytes):
+                address = slab.address(layer, part, slab.record(layer, expert))
+                driver.write(address, data[first : first + size])
+                first += size
+    slab.seal()
+    slab.refresh_homes(homes)
+    region.claim(region.blocks // 2)
+    boundary = Boundary(slab, region, agreement or SoleRank(), driver)
+    rig = Rig(driver, ledger, slab, region, boundary, weights)
+    return rig

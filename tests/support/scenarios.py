@@ -1,0 +1,319 @@
+"""Scenarios on the real CPU engine, one per function, each run in its own process (``support.engine``).
+
+A scenario returns plain data; the tests judge it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from support.faulty import FaultyDriver
+
+MIB = 1 << 20
+VOCABULARY = 2048
+
+
+class Rig:
+    """An in-process engine, its scheduler and worker, and a step loop with a hook."""
+
+    def __init__(self, model: str, *, vamp: dict[str, Any] | None, **options: Any) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        if vamp is not None:
+            options |= {"load_format": "vamp", "additional_config": {"vamp": vamp}}
+        settings = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "max_model_len": 2048,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1024,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 8 * MIB,
+        }
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **(settings | options)))
+        core = self.engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.worker = core.model_executor.driver_worker.worker
+        self.highest_id = 0
+        self._added = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        before_step: Callable[[int], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run all prompts at once; tokens and cached tokens of each, in order."""
+        from vllm import SamplingParams
+
+        names = []
+        for prompt in prompts:
+            names.append(f"r{self._added}")
+            self._added += 1
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            self.engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, sampling)
+        results: dict[str, dict[str, Any]] = {}
+        step = 0
+        while self.engine.has_unfinished_requests():
+            if before_step is not None:
+                before_step(step)
+            step += 1
+            assert step < 20_000, "no progress"
+            for output in self.engine.step():
+                if output.finished:
+                    tokens = list(output.outputs[0].token_ids)
+                    results[output.request_id] = {"tokens": tokens, "cached": output.num_cached_tokens}
+            self._note_ids()
+        return [results[name] for name in names]
+
+    def settle(self) -> None:
+        """Let commands that are still on their way travel, as the engine loop would."""
+        for _ in range(1000):
+            if not self.scheduler.has_requests():
+                return
+            self.engine.engine_core.engine_core.step()
+        raise AssertionError("the engine does not come to rest")
+
+    def check(self) -> None:
+        """Every invariant that scheduler and worker can see together."""
+        boundary, controller = self.worker._boundary, self.scheduler.arbiter.controller
+        boundary.check_integrity()
+        boundary.slab.verify_all()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert len(pool.blocks) == pool.num_gpu_blocks == self.scheduler.kv_cache_config.num_blocks
+        assert pool.num_gpu_blocks == self.scheduler.cache_config.num_gpu_blocks
+        assert pool.blocks[0].is_null and all(block.block_id == i for i, block in enumerate(pool.blocks))
+        if controller.capacity is not None and not controller.moving:
+            assert controller.level == boundary.slab.level
+            assert controller.mapped_blocks == boundary.region.blocks
+            assert pool.num_gpu_blocks <= boundary.region.blocks
+        hashed = [b for group in pool.cached_block_hash_to_block._cache.values() for b in _blocks(group)]
+        assert all(block.block_id < pool.num_gpu_blocks for block in hashed)
+
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = self.scheduler.vamp_report()
+        return {name: value for name, value in report.items() if name not in ("decision_log", "timeline")}
+
+    def _note_ids(self) -> None:
+        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for blocks in manager.req_to_blocks.values():
+                self.highest_id = max([self.highest_id, *(block.block_id for block in blocks)])
+
+
+def _blocks(entry: Any) -> list[Any]:
+    return list(entry.values()) if isinstance(entry, dict) else [entry]
+
+
+def prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def plain(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+    """Unmodified vLLM; the token oracle."""
+    rig = Rig(model, vamp=None, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    return {"results": rig.generate(prompts(seed, count, length), max_tokens)}
+
+
+def exercised(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+    """A level moves in every step, up to the bound and down again."""
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1, **options.pop("vamp", {})}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    initial = rig.scheduler.kv_cache_config.num_blocks
+    results = []
+    for prompt in prompts(seed, count, length):
+        results += rig.generate([prompt], max_tokens)
+        rig.check()
+    return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
+
+
+def corrupted(model: str, seed: int, length: int, max_tokens: int, kv_mib: int, what: str, **options: Any) -> Any:
+    """With everything offloaded that may be: spoil one offloaded expert, or one KV block beyond the first pool."""
+    vamp = {"max_offload_ratio": 0.5, "restore": False}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    initial = rig.scheduler.kv_cache_config.num_blocks
+    (prompt,) = prompts(seed, 1, length)
+    rig.generate([prompt], 2)
+    arbiter = rig.scheduler.arbiter
+    arbiter.want(arbiter.controller.max_level)
+
+    def grow(_: int) -> None:
+        arbiter.draw(arbiter.controller.reserve_blocks)
+
+    rig.generate([prompt], 2, grow)
+    spoil = {"nothing": lambda _: None, "expert": _spoil_expert(rig), "block": _spoil_block(rig, initial)}[what]
+    results = rig.generate([prompt], max_tokens, spoil)
+    return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
+
+
+def _spoil_expert(rig: Rig) -> Callable[[int], None]:
+    def spoil(step: int) -> None:
+        slab = rig.worker._boundary.slab
+        if step != 1:
+            return
+        assert slab.level == slab.geometry.max_level
+        offloaded = [expert for group in slab.out(0) for expert in slab.experts_of(0, group)]
+        expert = max(offloaded, key=lambda e: int(rig.worker._memory.hits[0][e]))
+        assert slab.slot_table[0][expert] != slab.record(0, expert)
+        for part, size in enumerate(slab.geometry.part_bytes):
+            address = slab.address(0, part, slab.record(0, expert))
+            slab.driver.write(address, random.Random(0).randbytes(size // 2) + bytes(size // 2))
+
+    return spoil
+
+
+def _spoil_block(rig: Rig, initial: int) -> Callable[[int], None]:
+    def spoil(step: int) -> None:
+        if step != 2:
+            return
+        region = rig.worker._boundary.region
+        managers = rig.scheduler.kv_cache_manager.coordinator.single_type_managers
+        ids = {b.block_id for m in managers for blocks in m.req_to_blocks.values() for b in blocks}
+        moved = [block for block in ids if block >= initial]
+        assert moved, f"no block beyond the first pool is in use: {sorted(ids)}"
+        for block in moved[:1]:
+            region._driver.write(region.address(block), random.Random(1).randbytes(region.geometry.block_stride))
+
+    return spoil
+
+
+def faulty(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+    """A level moves in every step, and the driver refuses one call of every other move, a later one each time."""
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    boundary = rig.worker._boundary
+    driver = FaultyDriver(boundary.slab.driver)
+    boundary.slab.driver = boundary.region._driver = boundary._driver = driver
+    run, turn = boundary.run, iter(range(1, 1_000_000))
+
+    def run_with_fault(move: Any) -> Any:
+        number = next(turn)
+        driver.arm(number // 2 if number % 2 else 0)
+        outcome = run(move)
+        driver.arm(0)
+        boundary.check_integrity()
+        return outcome
+
+    boundary.run = run_with_fault
+    import vamp_integration.arbiter as arbiter_module
+
+    arbiter_module.RETRY_S = 0.0
+    results = []
+    for prompt in prompts(seed, count, length):
+        results += rig.generate([prompt], max_tokens)
+        rig.check()
+    return {"results": results, **rig.report()}
+
+
+def rounds(
+    model: str, seed: int, count: int, length: int, growth: int, turns: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
+    """Multi-turn sessions that take turns, each turn's prompt extending the last."""
+    vamp = options.pop("vamp", None)
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    sessions = prompts(seed, count, length + growth * turns)
+    results = []
+    for turn in range(turns):
+        for session in sessions:
+            results += rig.generate([session[: length + growth * turn]], max_tokens)
+            if vamp is not None:
+                rig.check()
+    return {"results": results, **(rig.report() if vamp is not None else {})}
+
+
+def together(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+    """All prompts at once: growth within a running batch, preemption where there is none."""
+    vamp = options.pop("vamp", None)
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+    preempted = []
+    original = rig.scheduler._preempt_request
+    rig.scheduler._preempt_request = lambda request, *a, **k: (preempted.append(1), original(request, *a, **k))[1]
+    results = rig.generate(prompts(seed, count, length), max_tokens)
+    if vamp is not None:
+        rig.settle()
+        rig.check()
+    return {"results": results, "preempted": len(preempted), **(rig.report() if vamp is not None else {})}
+
+
+def not_this_step(model: str, kv_mib: int) -> Any:
+    """Several prompts with one common prefix in a nearly empty pool draw the hybrid manager's sentinel."""
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": "cpu"},
+        kv_cache_memory_bytes=kv_mib * MIB,
+        max_num_seqs=4,
+    )
+    (common,) = prompts(5, 1, 800)
+    results = rig.generate([common + tail for tail in prompts(6, 3, 100)], 8)
+    rig.check()
+    return {"results": results, **rig.report()}
+
+
+def shrinking(model: str, kv_mib: int) -> Any:
+    """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": "cpu", "restore": False},
+        kv_cache_memory_bytes=kv_mib * MIB,
+    )
+    arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
+    controller, pool = arbiter.controller, arbiter.pool
+    initial = pool.num_gpu_blocks
+    sessions = prompts(7, 12, 1200)
+    for session in sessions:
+        rig.generate([session], 4)
+    grown = pool.num_gpu_blocks
+    log: dict[str, Any] = {"initial": initial, "grown": grown, "level": controller.level}
+
+    def restore_while_running(step: int) -> None:
+        if step == 1:
+            log["began"] = shrinker.restore(1)
+
+    rig.generate([sessions[0]], 24, restore_while_running)
+    rig.settle()
+    rig.check()
+    log["after_running"] = controller.level
+
+    def restore_and_want_it_back(step: int) -> None:
+        if step == 1 and controller.level:
+            shrinker.restore(1)
+
+    for session in sessions[:4]:
+        rig.generate([session], 8, restore_and_want_it_back)
+        rig.settle()
+        rig.check()
+    log["after_thrash"] = controller.level
+    while controller.level:
+        assert shrinker.restore(1)
+        rig.settle()
+        rig.check()
+    log["idle"] = controller.level
+    log["pool_after"] = pool.num_gpu_blocks
+    log["again"] = rig.generate(sessions[:2], 8)
+    rig.check()
+    return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
+
+
+def ordered(model: str, order: str, seed: int, length: int, max_tokens: int, kv_mib: int) -> Any:
+    """Records in the order of a routing profile, with moves."""
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1, "record_order": order}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, enable_prefix_caching=False)
+    results = rig.generate(prompts(seed, 1, length), max_tokens)
+    rig.check()
+    return {"results": results, **rig.report()}
+
+
+def main() -> None:
+    name, model, spec = sys.argv[1:]
+    result = globals()[name](model, **json.loads(spec))
+    print(json.dumps(result, default=lambda value: dataclasses.asdict(value)))
+
+
+if __name__ == "__main__":
+    main()
