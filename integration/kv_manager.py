@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vamp_integration.arbiter import Arbiter
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request, RequestStatus
+
+from vamp_integration.arbiter import Arbiter
 
 
 class VampKVCacheManager(KVCacheManager):

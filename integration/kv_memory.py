@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-from vamp_runtime.errors import ConfigError
-from vamp_runtime.memory.geometry import KVGeometry
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.geometry import KVGeometry
 
 
 class KVBuffer(TorchFunctionMode):
@@ -33,7 +33,11 @@ class KVBuffer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and _elements(args) == self.buffer.nbytes:
+        if (
+            func is torch.zeros
+            and kwargs.get("dtype") is torch.int8
+            and _elements(args) == self.buffer.nbytes
+        ):
             self.taken += 1
             return self.buffer
         return func(*args, **kwargs)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 
 from torch import nn
-
-from vamp_integration import settings
-from vamp_integration.experts import use_vamp_experts
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from vamp_integration import settings
+from vamp_integration.experts import use_vamp_experts
 
 
 class VampLoader(BaseModelLoader):

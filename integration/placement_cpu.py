@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.utils import replace_parameter
 
 from vamp_integration.experts import ExpertRouting, VampRoutedExperts
 from vamp_integration.settings import VampSettings
@@ -24,9 +27,6 @@ from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import PageLedger
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
-from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.utils import replace_parameter
 
 logger = init_logger(__name__)
 
@@ -102,7 +102,9 @@ def _check(layers: Sequence[VampRoutedExperts]) -> None:
             )
     shapes = {(layer.local_num_experts, layer.w13_weight.shape, layer.w2_weight.shape) for layer in layers}
     if len(shapes) > 1:
-        raise ConfigError(f"model: its MoE layers differ in shape ({len(shapes)} shapes); VAMP needs one shape")
+        raise ConfigError(
+            f"model: its MoE layers differ in shape ({len(shapes)} shapes); VAMP needs one shape"
+        )
 
 
 def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
@@ -117,8 +119,12 @@ def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ConfigError(f"record_order: {path}: cannot be read as a routing profile ({error})") from None
     if not isinstance(order, list) or len(order) != layers:
-        raise ConfigError(f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers")
+        raise ConfigError(
+            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers"
+        )
     for index, row in enumerate(order):
         if not isinstance(row, list) or sorted(map(str, row)) != sorted(map(str, range(experts))):
-            raise ConfigError(f"record_order: {path}: order[{index}] is not a permutation of 0..{experts - 1}")
+            raise ConfigError(
+                f"record_order: {path}: order[{index}] is not a permutation of 0..{experts - 1}"
+            )
     return order

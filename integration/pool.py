@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from vamp_runtime.errors import ConfigError
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+from vamp_runtime.errors import ConfigError
 
 
 class VampBlockPool(BlockPool):
@@ -30,7 +31,9 @@ class VampBlockPool(BlockPool):
     def adopt(cls, pool: BlockPool) -> VampBlockPool:
         """Turn the live ``pool`` into one that can grow, in place."""
         if type(pool) is not BlockPool:
-            raise ConfigError(f"block pool: {type(pool).__name__} is not vLLM's BlockPool; remove the other plugin")
+            raise ConfigError(
+                f"block pool: {type(pool).__name__} is not vLLM's BlockPool; remove the other plugin"
+            )
         pool.__class__ = cls
         assert isinstance(pool, cls)
         pool.freed_at, pool.evictions, pool.on_evict = {}, 0, None

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
 from vamp_integration import settings
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
@@ -17,9 +21,6 @@ from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.shrink import Shrinker
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
 
 
 class VampSchedulerMixin:

@@ -72,7 +72,9 @@ def parse(values: Mapping[str, Any]) -> VampSettings:
         fits = isinstance(value, bool) if isinstance(default, bool) else _fits(value, type(default))
         if not fits:
             kind = type(default).__name__
-            raise ConfigError(f"additional_config.vamp.{name}: {value!r} is not of type {kind}; try {default!r}")
+            raise ConfigError(
+                f"additional_config.vamp.{name}: {value!r} is not of type {kind}; try {default!r}"
+            )
     return VampSettings(**values)
 
 

@@ -29,7 +29,9 @@ class TinyShape:
 
     def __post_init__(self) -> None:
         if self.layers % 4:
-            raise ConfigError(f"layers: {self.layers} is not a multiple of 4 (3 linear, 1 full attention); use 4")
+            raise ConfigError(
+                f"layers: {self.layers} is not a multiple of 4 (3 linear, 1 full attention); use 4"
+            )
         if not 0 < self.top_k <= self.experts:
             raise ConfigError(f"top_k: {self.top_k} is outside 1..{self.experts} (experts); use 4")
         if self.hidden % 32 or self.intermediate % 32:

@@ -15,6 +15,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import kv_memory, settings
 from vamp_integration.agreement import make_agreement
@@ -25,9 +28,6 @@ from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.tensor import tensor_at
-from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
 
@@ -140,7 +140,9 @@ class VampWorkerMixin:
         kv = self._boundary.region.geometry
         levels = range(geometry.max_level + 1)
         return Capacity(
-            blocks_at=tuple(kv.blocks_for_pages(pages + level * geometry.pages_per_level) for level in levels),
+            blocks_at=tuple(
+                kv.blocks_for_pages(pages + level * geometry.pages_per_level) for level in levels
+            ),
             experts=geometry.experts,
             group=geometry.group,
             level_bytes=geometry.pages_per_level * geometry.page_bytes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from vamp_integration.worker import VampWorkerMixin
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vamp_integration.worker import VampWorkerMixin
 
 
 class VampCPUWorker(VampWorkerMixin, CPUWorker):

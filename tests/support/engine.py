@@ -31,6 +31,8 @@ def run_scenario(name: str, model: Path, **spec: Any) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, f"{name}: exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert done.returncode == 0, (
+        f"{name}: exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

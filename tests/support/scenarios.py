@@ -10,12 +10,15 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from support.faulty import FaultyDriver
 
 MIB = 1 << 20
 VOCABULARY = 2048
+# A policy that expands whenever it may, however slow the machine is.
+EAGER = str(Path(__file__).parents[1] / "data" / "eager.toml")
 
 
 class Rig:
@@ -56,7 +59,9 @@ class Rig:
         for prompt in prompts:
             names.append(f"r{self._added}")
             self._added += 1
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            sampling = SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+            )
             self.engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, sampling)
         results: dict[str, dict[str, Any]] = {}
         step = 0
@@ -115,13 +120,17 @@ def prompts(seed: int, count: int, length: int) -> list[list[int]]:
     return [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def plain(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+def plain(
+    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
     """Unmodified vLLM; the token oracle."""
     rig = Rig(model, vamp=None, kv_cache_memory_bytes=kv_mib * MIB, **options)
     return {"results": rig.generate(prompts(seed, count, length), max_tokens)}
 
 
-def exercised(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+def exercised(
+    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
     """A level moves in every step, up to the bound and down again."""
     vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1, **options.pop("vamp", {})}
     rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
@@ -133,7 +142,9 @@ def exercised(model: str, seed: int, count: int, length: int, max_tokens: int, k
     return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
 
 
-def corrupted(model: str, seed: int, length: int, max_tokens: int, kv_mib: int, what: str, **options: Any) -> Any:
+def corrupted(
+    model: str, seed: int, length: int, max_tokens: int, kv_mib: int, what: str, **options: Any
+) -> Any:
     """With everything offloaded that may be: spoil one offloaded expert, or one KV block beyond the first pool."""
     vamp = {"max_offload_ratio": 0.5, "restore": False}
     rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
@@ -147,7 +158,9 @@ def corrupted(model: str, seed: int, length: int, max_tokens: int, kv_mib: int, 
         arbiter.draw(arbiter.controller.reserve_blocks)
 
     rig.generate([prompt], 2, grow)
-    spoil = {"nothing": lambda _: None, "expert": _spoil_expert(rig), "block": _spoil_block(rig, initial)}[what]
+    spoil = {"nothing": lambda _: None, "expert": _spoil_expert(rig), "block": _spoil_block(rig, initial)}[
+        what
+    ]
     results = rig.generate([prompt], max_tokens, spoil)
     return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
 
@@ -163,7 +176,7 @@ def _spoil_expert(rig: Rig) -> Callable[[int], None]:
         assert slab.slot_table[0][expert] != slab.record(0, expert)
         for part, size in enumerate(slab.geometry.part_bytes):
             address = slab.address(0, part, slab.record(0, expert))
-            slab.driver.write(address, random.Random(0).randbytes(size // 2) + bytes(size // 2))
+            rig.worker._memory.driver.write(address, random.Random(0).randbytes(size // 2) + bytes(size // 2))
 
     return spoil
 
@@ -178,18 +191,21 @@ def _spoil_block(rig: Rig, initial: int) -> Callable[[int], None]:
         moved = [block for block in ids if block >= initial]
         assert moved, f"no block beyond the first pool is in use: {sorted(ids)}"
         for block in moved[:1]:
-            region._driver.write(region.address(block), random.Random(1).randbytes(region.geometry.block_stride))
+            rig.worker._memory.driver.write(
+                region.address(block), random.Random(1).randbytes(region.geometry.block_stride)
+            )
 
     return spoil
 
 
-def faulty(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+def faulty(
+    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
     """A level moves in every step, and the driver refuses one call of every other move, a later one each time."""
     vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
+    drivers = _faulty_drivers()
     rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
-    boundary = rig.worker._boundary
-    driver = FaultyDriver(boundary.slab.driver)
-    boundary.slab.driver = boundary.region._driver = boundary._driver = driver
+    boundary, (driver,) = rig.worker._boundary, drivers
     run, turn = boundary.run, iter(range(1, 1_000_000))
 
     def run_with_fault(move: Any) -> Any:
@@ -211,8 +227,31 @@ def faulty(model: str, seed: int, count: int, length: int, max_tokens: int, kv_m
     return {"results": results, **rig.report()}
 
 
+def _faulty_drivers() -> list[FaultyDriver]:
+    """From now on the worker's host drivers are wrapped; the list fills as they are made."""
+    from vamp_integration import placement_cpu
+
+    made: list[FaultyDriver] = []
+    original = placement_cpu.HostDriver
+
+    def make(*args: Any, **kwargs: Any) -> FaultyDriver:
+        made.append(FaultyDriver(original(*args, **kwargs)))
+        return made[-1]
+
+    placement_cpu.HostDriver = make  # type: ignore[misc, assignment]
+    return made
+
+
 def rounds(
-    model: str, seed: int, count: int, length: int, growth: int, turns: int, max_tokens: int, kv_mib: int, **options: Any
+    model: str,
+    seed: int,
+    count: int,
+    length: int,
+    growth: int,
+    turns: int,
+    max_tokens: int,
+    kv_mib: int,
+    **options: Any,
 ) -> Any:
     """Multi-turn sessions that take turns, each turn's prompt extending the last."""
     vamp = options.pop("vamp", None)
@@ -227,13 +266,18 @@ def rounds(
     return {"results": results, **(rig.report() if vamp is not None else {})}
 
 
-def together(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any) -> Any:
+def together(
+    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
     """All prompts at once: growth within a running batch, preemption where there is none."""
     vamp = options.pop("vamp", None)
     rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
     preempted = []
     original = rig.scheduler._preempt_request
-    rig.scheduler._preempt_request = lambda request, *a, **k: (preempted.append(1), original(request, *a, **k))[1]
+    rig.scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(1),
+        original(request, *a, **k),
+    )[1]
     results = rig.generate(prompts(seed, count, length), max_tokens)
     if vamp is not None:
         rig.settle()
@@ -245,7 +289,7 @@ def not_this_step(model: str, kv_mib: int) -> Any:
     """Several prompts with one common prefix in a nearly empty pool draw the hybrid manager's sentinel."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": "cpu"},
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER},
         kv_cache_memory_bytes=kv_mib * MIB,
         max_num_seqs=4,
     )
@@ -259,7 +303,7 @@ def shrinking(model: str, kv_mib: int) -> Any:
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": "cpu", "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
         kv_cache_memory_bytes=kv_mib * MIB,
     )
     arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
