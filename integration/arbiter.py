@@ -61,11 +61,15 @@ class Arbiter:
 
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for while another move was under way."""
-        self.holding = False
         if self._wanted_levels and self.pool.cordon_limit is None:
             self._wanted_levels -= self.controller.request_offload(self._wanted_levels)
 
     def command(self) -> StepCommand | None:
+        """What the step that has just been scheduled carries.
+
+        A hold ends here: a request that finishes between two schedules must free its blocks at once.
+        """
+        self.holding = False
         return self.controller.take_command()
 
     def settle(self, report: Report) -> None:
@@ -204,7 +208,7 @@ class Arbiter:
         return 0.0 if candidate is None else max(0.0, now - self.pool.freed_at.get(candidate.block_id, now))
 
     def looked_up(self, request: Any, hit_tokens: int) -> None:
-        """Count an admitted request's prefix lookup; missed blocks that were evicted lately are ghost hits."""
+        """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits."""
         missed = request.block_hashes[hit_tokens // self.hash_tokens :]
         self.hit_rate.record(time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens)
 

@@ -1,8 +1,8 @@
 """What travels between scheduler and workers, as one extra attribute on objects vLLM already sends.
 
-``SchedulerOutput.vamp`` holds a ``StepCommand``: it is the only channel in the same order as the steps, on every
-rank. ``ModelRunnerOutput.vamp`` holds a ``Report`` on the way back. Both classes are plain dataclasses that are
-pickled whole and never rebuilt (``vllm/v1/core/sched/output.py``, ``vllm/v1/outputs.py``).
+``SchedulerOutput.vamp`` holds a ``StepCommand``: it is the only channel in the same order as the steps, on
+every rank. ``ModelRunnerOutput.vamp`` holds a ``Report`` on the way back. Both classes are plain dataclasses
+that are pickled whole and never rebuilt (``vllm/v1/core/sched/output.py``, ``vllm/v1/outputs.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTRIBUTE = "vamp"
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's news: its capacity with the first step, the outcome of a move with the step that carried it."""
+    """A rank's news: its capacity with the first step, a move's outcome with the step that carried it."""
 
     capacity: Capacity | None = None
     outcome: Outcome | None = None

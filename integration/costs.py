@@ -32,7 +32,7 @@ class Costs:
 
 
 def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
-    """The model profile of an engine: the named one, or with ``auto`` the shipped one that fits ``hf_config``.
+    """The model profile of an engine: the named one, or with ``auto`` the shipped one for ``hf_config``.
 
     Raises ``ConfigError`` where none fits; ``ProfileError`` where a file is bad.
     """
@@ -46,8 +46,8 @@ def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
         if (profile.hidden_size.value, profile.moe_intermediate_size.value) == wanted:
             return profile
     raise ConfigError(
-        f"model: auto finds no shipped profile for hidden size {wanted[0]} and MoE intermediate size {wanted[1]}; "
-        f"give the path of a model profile (shipped: {', '.join(shipped('model'))})"
+        f"model: auto finds no shipped profile for hidden size {wanted[0]} and MoE intermediate size "
+        f"{wanted[1]}; give the path of a model profile (shipped: {', '.join(shipped('model'))})"
     )
 
 

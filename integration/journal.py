@@ -14,7 +14,7 @@ KEPT = 20_000
 
 
 class Journal:
-    """Counters since start, and the last ``KEPT`` entries of each log; times are ``time.monotonic()`` seconds."""
+    """Counters since start, the last ``KEPT`` entries of each log; times are ``time.monotonic()`` seconds."""
 
     def __init__(self) -> None:
         self.decisions: Counter[str] = Counter()

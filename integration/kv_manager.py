@@ -1,9 +1,9 @@
 """Hook: ``vllm/v1/core/kv_cache_manager.py`` ``KVCacheManager.allocate_slots``, where the paper decides.
 
 What: every allocation that would evict cached blocks, or fail, is weighed first. Why: vLLM evicts inside the
-block pool without a decision, and answers a shortage with preemption only. How: ``adopt`` changes the class of
-the live manager and wraps its coordinator's ``get_num_blocks_to_allocate``, the one place that knows the need
-before anything is taken; the pool may grow there, since both of vLLM's checks come after it.
+block pool without a decision, and answers a shortage with preemption only. How: ``adopt`` changes the class
+of the live manager and wraps its coordinator's ``get_num_blocks_to_allocate``, the one place that knows the
+need before anything is taken; the pool may grow there, since both of vLLM's checks come after it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hook: vLLM's KV cache lies in the KV region (``vllm/v1/worker/utils.py`` ``allocate_kv_cache``).
 
-What: answers the one ``torch.zeros(size, int8)`` of the KV allocation with a view of the region, whose size is
-virtual. Why: blocks must appear later behind addresses that views and kernels already hold. How: vLLM wraps
-that allocation in a context of the worker's choice; ours is a ``TorchFunctionMode``. It goes when vLLM takes a
-buffer from outside.
+What: answers the one ``torch.zeros(size, int8)`` of the KV allocation with a view of the region, whose size
+is virtual. Why: blocks must appear later behind addresses that views and kernels already hold. How: vLLM
+wraps that allocation in a context of the worker's choice; ours is a ``TorchFunctionMode``. It goes when vLLM
+takes a buffer from outside.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _elements(args: Sequence[Any]) -> int:
 
 
 def virtual_config(vllm_config: VllmConfig, config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
-    """``config`` as vLLM's own planner lays it out for ``num_blocks`` blocks; the given object is untouched."""
+    """``config`` as vLLM's own planner lays it out for ``num_blocks`` blocks; the given one is untouched."""
     cache = vllm_config.cache_config
     saved, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, num_blocks
     try:

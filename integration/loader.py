@@ -2,8 +2,9 @@
 
 What: creates the model and reads weights as the inner loader does (``model_loader_extra_config["inner"]``,
 default ``auto``), then moves every routed expert into the slab. Why: expert addresses must be ours before
-anything captures them. How: vLLM's own registry of load formats (``vllm/model_executor/model_loader/__init__.py``);
-``BaseModelLoader.load_model`` creates, loads through ``self.load_weights`` and post-processes.
+anything captures them. How: vLLM's own registry of load formats
+(``vllm/model_executor/model_loader/__init__.py``); ``BaseModelLoader.load_model`` creates, loads through
+``self.load_weights`` and post-processes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class VampLoader(BaseModelLoader):
         chosen = settings.of(vllm_config)
         assert chosen is not None
         with use_vamp_experts():
-            model = super().load_model(vllm_config, model_config, prefix)
-        model.vamp_memory = place(model, chosen)
+            model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        model.vamp_memory = place(model, chosen)  # type: ignore[assignment]
         return model
 
 

@@ -1,8 +1,9 @@
 """Moves the routed experts of a loaded model into the slab of the host driver (CPU engine).
 
-vLLM's CPU kernel (``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``) prepacks ``w13`` and ``w2`` after
-loading, each expert by itself, and ignores the expert stride without an error: so the packed bytes are what is
-placed, and each of the two gets a dense part of its own. One layer's worth of memory is used twice meanwhile.
+vLLM's CPU kernel (``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``) prepacks ``w13`` and ``w2``
+after loading, each expert by itself, and ignores the expert stride without an error: so the packed bytes are
+what is placed, and each of the two gets a dense part of its own. One layer's worth of memory is used twice
+meanwhile.
 """
 
 from __future__ import annotations
@@ -114,17 +115,27 @@ def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
     """
     if not path:
         return None
+    by_index = "leave it empty to place experts by index"
     try:
-        order = json.loads(Path(path).read_text())["order"]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"record_order: {path}: cannot be read as a routing profile ({error})") from None
+        profile = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        # ValueError: no UTF-8, or no JSON.
+        raise ConfigError(
+            f"record_order: {path}: cannot be read as a routing profile ({error}); {by_index}"
+        ) from None
+    order = profile.get("order") if isinstance(profile, dict) else None
     if not isinstance(order, list) or len(order) != layers:
         raise ConfigError(
-            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers"
+            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers; {by_index}"
         )
     for index, row in enumerate(order):
-        if not isinstance(row, list) or sorted(map(str, row)) != sorted(map(str, range(experts))):
+        if not _is_permutation(row, experts):
             raise ConfigError(
-                f"record_order: {path}: order[{index}] is not a permutation of 0..{experts - 1}"
+                f"record_order: {path}: order[{index}] is not a permutation of 0..{experts - 1}; {by_index}"
             )
     return order
+
+
+def _is_permutation(row: object, experts: int) -> bool:
+    whole = isinstance(row, list) and all(type(record) is int for record in row)
+    return whole and sorted(row) == list(range(experts))

@@ -1,7 +1,7 @@
 """Hook: ``vllm/v1/core/block_pool.py`` ``BlockPool`` grows, shrinks and remembers what it evicts.
 
-What: block ids are appended when KV memory was mapped (``grow``), and the highest ids are withdrawn when it is
-to be unmapped (``cordon``, ``parked``, ``truncate``). Freed and evicted blocks are stamped and reported.
+What: block ids are appended when KV memory was mapped (``grow``), and the highest ids are withdrawn when it
+is to be unmapped (``cordon``, ``parked``, ``truncate``). Freed and evicted blocks are stamped and reported.
 Why: vLLM's pool has a fixed size, and evicts inside ``get_new_blocks`` without telling anyone.
 How: ``adopt`` changes the class of the live pool, because the coordinator and every single-type manager hold
 the same object. It goes when vLLM has a pool of variable size.
@@ -41,7 +41,7 @@ class VampBlockPool(BlockPool):
         return pool
 
     def grow(self, ids: range) -> None:
-        """Append ``ids``, which are mapped and zeroed on every rank; they are handed out before any cached block."""
+        """Append ``ids``, mapped and zeroed on every rank; they are handed out before any cached block."""
         assert ids.start == self.num_gpu_blocks == len(self.blocks) and self.cordon_limit is None
         new = [KVCacheBlock(block_id, pool=self) for block_id in ids]
         self.blocks.extend(new)
@@ -106,7 +106,9 @@ class VampBlockPool(BlockPool):
         self.parked = {}
 
     def _park(self, block: KVCacheBlock) -> None:
-        if self.cordon_limit is not None and block.block_id >= self.cordon_limit:
+        # vLLM may free a block twice in one call (the source of two copies).
+        cordoned = self.cordon_limit is not None and block.block_id >= self.cordon_limit
+        if cordoned and block.block_id not in self.parked:
             # A cordoned block may have been given a hash again while its request ran on.
             self._maybe_evict_cached_block(block)
             self.free_block_queue.remove(block)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -26,6 +27,7 @@ from vamp_integration.shrink import Shrinker
 class VampSchedulerMixin:
     """Scheduler side of VAMP. Mixed in before a vLLM scheduler class."""
 
+    kv_cache_manager: KVCacheManager
     arbiter: Arbiter
     shrinker: Shrinker
 
@@ -34,11 +36,11 @@ class VampSchedulerMixin:
         config = self.vllm_config  # type: ignore[attr-defined]
         chosen = settings.of(config)
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
-        pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)  # type: ignore[has-type]
+        pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config)
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
-        self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)  # type: ignore[has-type]
+        self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()
@@ -56,11 +58,11 @@ class VampSchedulerMixin:
     def has_requests(self) -> bool:
         """Keeps the engine stepping while a command or a finished cordon waits to travel."""
         busy = self.arbiter.controller.has_command or self.arbiter.pool.cordoned_free
-        return busy or super().has_requests()  # type: ignore[misc, no-any-return]
+        return busy or super().has_requests()  # type: ignore[misc]
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         """No victim while levels are on their way: the request is held for a step, not preempted."""
-        return not self.arbiter.holding and super()._request_blocks_can_be_freed(request)  # type: ignore[misc, no-any-return]
+        return not self.arbiter.holding and super()._request_blocks_can_be_freed(request)  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.arbiter.journal.preemptions += 1

@@ -6,6 +6,7 @@ Kept apart from vLLM's own options so that an engine without ``--load-format vam
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +57,16 @@ class VampSettings:
         for name, least in (("reserve_levels", 0), ("exercise_steps", 0), ("home_refresh_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below {least}; try {max(least, 1)}")
-        if self.max_cordon_s <= 0:
-            raise ConfigError(f"max_cordon_s: {self.max_cordon_s} is not above 0; try 30")
-        if self.host_gib < 0:
-            raise ConfigError(f"host_gib: {self.host_gib} is below 0; try 0 (no limit)")
+        if not 0 < self.max_cordon_s < math.inf:
+            raise ConfigError(f"max_cordon_s: {self.max_cordon_s} is not finite and above 0; try 30")
+        if not 0 <= self.host_gib < math.inf:
+            raise ConfigError(f"host_gib: {self.host_gib} is not finite and 0 or more; try 0 (no limit)")
 
 
 def parse(values: Mapping[str, Any]) -> VampSettings:
     """Settings from the ``vamp`` table; unknown names and wrong types raise ``ConfigError``."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"additional_config.vamp: {values!r} is not a table; try {{}}")
     fields = {field.name: field for field in dataclasses.fields(VampSettings)}
     for name, value in values.items():
         if name not in fields:

@@ -105,7 +105,7 @@ class Shrinker:
         elif controller.level == 0:
             self._rising = True
         if self._rising:
-            self.arbiter.draw(controller.reserve_blocks - controller.reserve_target)
+            self.arbiter.draw(max(0, controller.reserve_blocks - controller.reserve_target))
             self.arbiter.want(1)
         else:
             self.restore(1)

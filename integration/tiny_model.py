@@ -36,7 +36,8 @@ class TinyShape:
             raise ConfigError(f"top_k: {self.top_k} is outside 1..{self.experts} (experts); use 4")
         if self.hidden % 32 or self.intermediate % 32:
             raise ConfigError(
-                f"hidden, intermediate: {self.hidden}, {self.intermediate} must be multiples of 32 for the CPU kernel"
+                f"hidden, intermediate: {self.hidden}, {self.intermediate} must be multiples of 32 "
+                "for the CPU kernel"
             )
 
 
@@ -82,10 +83,10 @@ def write_checkpoint(path: Path, seed: int = 0, shape: TinyShape | None = None) 
     config = Qwen3NextConfig(**model_config(shape), dtype="bfloat16")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3NextForCausalLM(config)
+        model = Qwen3NextForCausalLM(config)  # type: ignore[no-untyped-call]
         _spread(model)
     path.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(path, safe_serialization=True)
+    model.to(torch.bfloat16).save_pretrained(path, safe_serialization=True)  # type: ignore[arg-type]
     (path / "vamp_tiny.json").write_text(json.dumps({"seed": seed, **shape.__dict__}) + "\n")
     return path
 

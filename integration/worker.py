@@ -1,7 +1,7 @@
 """Hook: the worker carries out moves before the step that depends on them.
 
-What: a mixin over vLLM's worker (``vllm/v1/worker/gpu_worker.py``, ``cpu_worker.py``): keeps the reserve out of
-the KV budget, lays the KV cache into the region, obeys ``SchedulerOutput.vamp`` at the top of
+What: a mixin over vLLM's worker (``vllm/v1/worker/gpu_worker.py``, ``cpu_worker.py``): keeps the reserve out
+of the KV budget, lays the KV cache into the region, obeys ``SchedulerOutput.vamp`` at the top of
 ``execute_model`` and answers with the step's output. Why there: every rank sees steps in one order.
 How: ``worker_cls``. vLLM only logs an exception of a rank that does not return output, so a move that fails
 beyond repair ends the process.

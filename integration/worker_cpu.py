@@ -1,4 +1,4 @@
-"""The CPU engine's worker with VAMP. A step runs to its end before the next begins, so moves need no fence."""
+"""The CPU engine's worker with VAMP. A step ends before the next begins, so moves need no fence."""
 
 from __future__ import annotations
 

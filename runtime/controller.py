@@ -1,8 +1,8 @@
 """The scheduler's side of the boundary: which blocks exist, which are in the pool, which move is on its way.
 
 Pure bookkeeping. The scheduler decides and numbers the moves, the ranks carry them out (``Boundary``), and
-their outcome comes back here. Block ids below ``pool_blocks`` are in the scheduler's pool; those from there to
-``mapped_blocks`` are the reserve: mapped and zeroed on every rank, ready to answer a failing allocation.
+their outcome comes back here. Block ids below ``pool_blocks`` are in the scheduler's pool; those from there
+to ``mapped_blocks`` are the reserve: mapped and zeroed on every rank, ready to answer a failing allocation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class CapacityController:
 
     def announce(self, capacity: Capacity) -> None:
         """Take over the ranks' capacity, once, before the first move."""
-        assert self.capacity is None and capacity.blocks_at[0] >= self.pool_blocks, (capacity, self.pool_blocks)
+        assert self.capacity is None and capacity.blocks_at[0] >= self.pool_blocks, (
+            capacity,
+            self.pool_blocks,
+        )
         self.capacity = capacity
         self.reserve_target = capacity.blocks_at[0] - self.pool_blocks
 
@@ -104,6 +107,7 @@ class CapacityController:
 
     def draw(self, blocks: int) -> range:
         """Ids of up to ``blocks`` reserve blocks, lowest first, which now belong to the pool."""
+        assert blocks >= 0
         count = min(blocks, self.reserve_blocks)
         first, self.pool_blocks = self.pool_blocks, self.pool_blocks + count
         return range(first, first + count)
@@ -143,7 +147,7 @@ class CapacityController:
         return StepCommand(self.pool_blocks, move)
 
     def settle(self, outcome: Outcome) -> Move:
-        """Take over what the ranks agreed on for the move in flight; a failed one leaves the level as it was."""
+        """Take over what the ranks agreed on for the move in flight; a failed one leaves the level alone."""
         move, self.in_flight = self.in_flight, None
         assert move is not None and outcome.epoch == move.epoch, (move, outcome)
         if outcome.ok:

@@ -78,9 +78,9 @@ class HitRate:
             queried: tokens of the prompt that were looked up.
             hit: tokens of these that were found.
             missed: hashes of its full blocks that were not found, in order. Hashes are chained: one that is
-                remembered as evicted proves that the whole prefix before it was there once, also where a hybrid
-                model keeps something for some blocks only. Those found are forgotten, since the request
-                computes them anew.
+                remembered as evicted proves that the whole prefix before it was there once, also where a
+                hybrid model keeps something for some blocks only. Those found are forgotten, since the
+                request computes them anew.
             tokens_per_block: tokens that each of ``missed`` stands for.
         """
         assert 0 <= hit <= queried

@@ -69,9 +69,7 @@ def test_optional_quantities_may_be_left_out() -> None:
 
 
 def test_unknown_name_lists_what_ships() -> None:
-    with pytest.raises(
-        ProfileError, match=r"^policy profile 'fast': not shipped; use one of cpu, paper,"
-    ):
+    with pytest.raises(ProfileError, match=r"^policy profile 'fast': not shipped; use one of cpu, paper,"):
         load_policy("fast")
 
 

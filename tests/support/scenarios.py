@@ -9,7 +9,8 @@ import dataclasses
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,14 @@ def prompts(seed: int, count: int, length: int) -> list[list[int]]:
     return [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def plain(
-    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
-) -> Any:
-    """Unmodified vLLM; the token oracle."""
-    rig = Rig(model, vamp=None, kv_cache_memory_bytes=kv_mib * MIB, **options)
-    return {"results": rig.generate(prompts(seed, count, length), max_tokens)}
+def oracle(model: str, works: list[dict[str, Any]], **options: Any) -> Any:
+    """Unmodified vLLM with a large pool: the tokens of each work (``seed, count, length, max_tokens``)."""
+    rig = Rig(model, vamp=None, kv_cache_memory_bytes=64 * MIB, **options)
+    return {"works": [_one_by_one(rig, **work) for work in works]}
+
+
+def _one_by_one(rig: Rig, seed: int, count: int, length: int, max_tokens: int) -> list[dict[str, Any]]:
+    return [rig.generate([prompt], max_tokens)[0] for prompt in prompts(seed, count, length)]
 
 
 def exercised(
@@ -142,66 +145,62 @@ def exercised(
     return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
 
 
-def corrupted(
-    model: str, seed: int, length: int, max_tokens: int, kv_mib: int, what: str, **options: Any
-) -> Any:
-    """With everything offloaded that may be: spoil one offloaded expert, or one KV block beyond the first pool."""
-    vamp = {"max_offload_ratio": 0.5, "restore": False}
-    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
+def corrupted(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int) -> Any:
+    """Everything offloaded that may be; one offloaded expert is spoilt, then one block on a moved page."""
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "restore": False},
+        kv_cache_memory_bytes=kv_mib * MIB,
+        enable_prefix_caching=False,
+    )
     initial = rig.scheduler.kv_cache_config.num_blocks
-    (prompt,) = prompts(seed, 1, length)
+    (prompt,) = prompts(seed, count, length)
     rig.generate([prompt], 2)
     arbiter = rig.scheduler.arbiter
     arbiter.want(arbiter.controller.max_level)
-
-    def grow(_: int) -> None:
-        arbiter.draw(arbiter.controller.reserve_blocks)
-
-    rig.generate([prompt], 2, grow)
-    spoil = {"nothing": lambda _: None, "expert": _spoil_expert(rig), "block": _spoil_block(rig, initial)}[
-        what
-    ]
-    results = rig.generate([prompt], max_tokens, spoil)
-    return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
-
-
-def _spoil_expert(rig: Rig) -> Callable[[int], None]:
-    def spoil(step: int) -> None:
-        slab = rig.worker._boundary.slab
-        if step != 1:
-            return
-        assert slab.level == slab.geometry.max_level
-        offloaded = [expert for group in slab.out(0) for expert in slab.experts_of(0, group)]
-        expert = max(offloaded, key=lambda e: int(rig.worker._memory.hits[0][e]))
-        assert slab.slot_table[0][expert] != slab.record(0, expert)
-        for part, size in enumerate(slab.geometry.part_bytes):
-            address = slab.address(0, part, slab.record(0, expert))
-            rig.worker._memory.driver.write(address, random.Random(0).randbytes(size // 2) + bytes(size // 2))
-
-    return spoil
+    rig.generate([prompt], 2, lambda _: arbiter.draw(arbiter.controller.reserve_blocks) and None)
+    sound = rig.generate([prompt], max_tokens)
+    level = rig.worker._boundary.slab.level
+    with _spoilt_expert(rig):
+        expert = rig.generate([prompt], max_tokens)
+    again = rig.generate([prompt], max_tokens)
+    block = rig.generate([prompt], max_tokens, lambda step: _spoil_block(rig, initial) if step == 2 else None)
+    rig.check()
+    return {"sound": sound, "expert": expert, "again": again, "block": block, "level": level, **rig.report()}
 
 
-def _spoil_block(rig: Rig, initial: int) -> Callable[[int], None]:
-    def spoil(step: int) -> None:
-        if step != 2:
-            return
-        region = rig.worker._boundary.region
-        managers = rig.scheduler.kv_cache_manager.coordinator.single_type_managers
-        ids = {b.block_id for m in managers for blocks in m.req_to_blocks.values() for b in blocks}
-        moved = [block for block in ids if block >= initial]
-        assert moved, f"no block beyond the first pool is in use: {sorted(ids)}"
-        for block in moved[:1]:
-            rig.worker._memory.driver.write(
-                region.address(block), random.Random(1).randbytes(region.geometry.block_stride)
-            )
+@contextmanager
+def _spoilt_expert(rig: Rig) -> Iterator[None]:
+    """The first layer's most used offloaded expert holds other weights inside the block."""
+    slab, driver = rig.worker._boundary.slab, rig.worker._memory.driver
+    offloaded = [expert for group in slab.out(0) for expert in slab.experts_of(0, group)]
+    expert = max(offloaded, key=lambda e: int(rig.worker._memory.hits[0][e]))
+    record = slab.record(0, expert)
+    assert slab.slot_table[0][expert] != record
+    places = [(slab.address(0, part, record), size) for part, size in enumerate(slab.geometry.part_bytes)]
+    saved = [driver.read(address, size) for address, size in places]
+    for (address, _), data in zip(places, saved, strict=True):
+        driver.write(address, data[::-1])
+    yield
+    for (address, _), data in zip(places, saved, strict=True):
+        driver.write(address, data)
 
-    return spoil
+
+def _spoil_block(rig: Rig, initial: int) -> None:
+    region = rig.worker._boundary.region
+    managers = rig.scheduler.kv_cache_manager.coordinator.single_type_managers
+    used = {b.block_id for m in managers for blocks in m.req_to_blocks.values() for b in blocks}
+    moved = sorted(block for block in used if block >= initial)
+    assert moved, f"no block beyond the first pool is in use: {sorted(used)}"
+    rig.worker._memory.driver.write(
+        region.address(moved[0]), random.Random(1).randbytes(region.geometry.block_stride)
+    )
 
 
 def faulty(
     model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
 ) -> Any:
-    """A level moves in every step, and the driver refuses one call of every other move, a later one each time."""
+    """A level moves in every step; the driver refuses one call of every other move, a later one each time."""
     vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
     drivers = _faulty_drivers()
     rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, **options)
@@ -309,7 +308,7 @@ def shrinking(model: str, kv_mib: int) -> Any:
     arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
     controller, pool = arbiter.controller, arbiter.pool
     initial = pool.num_gpu_blocks
-    sessions = prompts(7, 12, 1200)
+    sessions = prompts(7, 8, 700)
     for session in sessions:
         rig.generate([session], 4)
     grown = pool.num_gpu_blocks
@@ -342,15 +341,6 @@ def shrinking(model: str, kv_mib: int) -> Any:
     log["again"] = rig.generate(sessions[:2], 8)
     rig.check()
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
-
-
-def ordered(model: str, order: str, seed: int, length: int, max_tokens: int, kv_mib: int) -> Any:
-    """Records in the order of a routing profile, with moves."""
-    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1, "record_order": order}
-    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, enable_prefix_caching=False)
-    results = rig.generate(prompts(seed, 1, length), max_tokens)
-    rig.check()
-    return {"results": results, **rig.report()}
 
 
 def main() -> None:
