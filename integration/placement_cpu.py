@@ -126,7 +126,8 @@ def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
     order = profile.get("order") if isinstance(profile, dict) else None
     if not isinstance(order, list) or len(order) != layers:
         raise ConfigError(
-            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers; {by_index}"
+            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers; "
+            f"{by_index}"
         )
     for index, row in enumerate(order):
         if not _is_permutation(row, experts):
@@ -137,5 +138,6 @@ def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
 
 
 def _is_permutation(row: object, experts: int) -> bool:
-    whole = isinstance(row, list) and all(type(record) is int for record in row)
-    return whole and sorted(row) == list(range(experts))
+    if not isinstance(row, list) or any(type(record) is not int for record in row):
+        return False
+    return sorted(row) == list(range(experts))

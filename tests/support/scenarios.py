@@ -5,12 +5,11 @@ A scenario returns plain data; the tests judge it.
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -343,11 +342,10 @@ def shrinking(model: str, kv_mib: int) -> Any:
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
 
 
-def main() -> None:
-    name, model, spec = sys.argv[1:]
-    result = globals()[name](model, **json.loads(spec))
-    print(json.dumps(result, default=lambda value: dataclasses.asdict(value)))
-
-
-if __name__ == "__main__":
-    main()
+def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
+    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``."""
+    with open(log, "w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sender.send(globals()[name](model, **spec))
+    sender.close()

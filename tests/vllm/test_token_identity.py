@@ -20,7 +20,7 @@ Oracle = dict[str, list[dict[str, Any]]]
 
 def test_the_oracle_notices_corruption(tiny_model: Path, oracle: Oracle) -> None:
     """One spoilt offloaded expert, and one spoilt KV block on a moved page, change tokens."""
-    run = run_scenario("corrupted", tiny_model, kv_mib=5, **WORKS["corruption"])
+    run = run_scenario("corrupted", tiny_model, kv_mib=3, **WORKS["corruption"])
     assert run["level"] == run["max_level"] > 0 and run["bytes_moved"] > 0
     assert run["sound"] == run["again"] == oracle["corruption"]
     assert run["expert"][0]["tokens"] != run["sound"][0]["tokens"]
@@ -29,7 +29,7 @@ def test_the_oracle_notices_corruption(tiny_model: Path, oracle: Oracle) -> None
 
 def test_hundreds_of_moves_leave_every_token(tiny_model: Path, oracle: Oracle) -> None:
     """Growth and restore in every step, on blocks that were expert pages a moment ago."""
-    run = run_scenario("exercised", tiny_model, kv_mib=5, enable_prefix_caching=False, **WORKS["moves"])
+    run = run_scenario("exercised", tiny_model, kv_mib=3, enable_prefix_caching=False, **WORKS["moves"])
     assert run["moves"] >= 300 and run["failed_moves"] == 0
     assert set(run["moves_by_kind"]) == {"offload", "restore"} and min(run["moves_by_kind"].values()) >= 100
     assert run["bytes_moved"] > 0 and run["highest_id"] >= run["initial"]
@@ -38,7 +38,7 @@ def test_hundreds_of_moves_leave_every_token(tiny_model: Path, oracle: Oracle) -
 
 def test_refused_driver_calls_leave_every_token(tiny_model: Path, oracle: Oracle) -> None:
     """Every other move fails at a later driver call each time; serving goes on at the old size."""
-    run = run_scenario("faulty", tiny_model, kv_mib=5, enable_prefix_caching=False, **WORKS["moves"])
+    run = run_scenario("faulty", tiny_model, kv_mib=3, enable_prefix_caching=False, **WORKS["moves"])
     assert run["failed_moves"] >= 30 and run["moves"] >= 30
     assert run["results"] == oracle["moves"]
 
@@ -50,7 +50,7 @@ def test_record_order_leaves_every_token(tiny_model: Path, oracle: Oracle, tmp_p
     run = run_scenario(
         "exercised",
         tiny_model,
-        kv_mib=5,
+        kv_mib=3,
         vamp={"record_order": str(order)},
         enable_prefix_caching=False,
         **WORKS["order"],

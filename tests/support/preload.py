@@ -1,0 +1,6 @@
+"""What the process that scenarios are forked from has imported. Starts no thread and touches no device."""
+
+import vllm.engine.arg_utils
+import vllm.model_executor.models.qwen3_next
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker  # noqa: F401
