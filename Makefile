@@ -11,7 +11,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install -qq --no-compile --no-warn
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.engine out/tiny/config.json
-	$(BIN)/vamp replay bench/traces/miniswe_demo.jsonl --model out/tiny --kv-cache-bytes 16777216 --arm vllm --arm vamp_paper_0.5
+	$(BIN)/vamp replay bench/traces/miniswe_demo.jsonl --model out/tiny --kv-cache-bytes 5242880 \
+	  --arm vllm --arm vamp_paper_0.25 --check-tokens --sessions 6 --turns 5 --concurrency 6 --think-cap 0.2 \
+	  --max-output 8 --max-num-batched-tokens 128 --engine-arg enforce_eager=true
 
 test: $(VENV)/.dev
 	$(BIN)/pytest
@@ -21,7 +23,7 @@ lint: types
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev build/types
-	MYPYPATH=build/types $(BIN)/mypy -p vamp_profiles -p vamp_kernels -p vamp_runtime
+	MYPYPATH=build/types $(BIN)/mypy -p vamp_profiles -p vamp_kernels -p vamp_runtime -p vamp_integration
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
