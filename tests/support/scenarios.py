@@ -5,6 +5,7 @@ A scenario returns plain data; the tests judge it.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,8 @@ class Rig:
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **(settings | options)))
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.worker = core.model_executor.driver_worker.worker
+        # With several ranks the workers are processes of their own.
+        self.worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
         self.highest_id = 0
         self._added = 0
 
@@ -340,6 +342,61 @@ def shrinking(model: str, kv_mib: int) -> Any:
     log["again"] = rig.generate(sessions[:2], 8)
     rig.check()
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
+
+
+class _FlakyOnRankOne(FaultyDriver):
+    """Refuses every 151st mapping call of rank 1's moves; an undo needs fewer calls than that."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner, calls={"map", "unmap", "set_access"})
+
+    def mark(self) -> object:
+        import torch.distributed as dist
+
+        if self.fail_at == 0 and dist.get_rank() == 1:
+            self.arm(151)
+        elif self.fail_at and self.counter >= self.fail_at:
+            self.fail_at += 151
+        return self.inner.mark()
+
+
+def two_ranks(model: str, fault: str) -> Any:
+    """Tensor parallel over two processes, a level moving in every step; ``fault`` on rank 1 alone."""
+    import torch.distributed as dist
+    from vllm.v1.executor import multiproc_executor
+
+    from vamp_integration import arbiter, placement_cpu, worker
+    from vamp_runtime.errors import StateLost
+
+    # Forked ranks have what is replaced here; the CPU platform would spawn them.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    work = {"seed": 11, "count": 3, "length": 300, "max_tokens": 20}
+    options = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enable_prefix_caching": False,
+    }
+    if fault == "unmodified":
+        return {"results": oracle(model, [work], **options)["works"][0]}
+    arbiter.RETRY_S = 0.0
+    if fault == "driver":
+        host = placement_cpu.HostDriver
+        placement_cpu.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
+    if fault == "lost":
+        run = worker.Boundary.run
+
+        def lose(self: Any, move: Any) -> Any:
+            if dist.get_rank() == 1 and move.epoch == 5:
+                raise StateLost("on purpose")
+            return run(self, move)
+
+        worker.Boundary.run = lose  # type: ignore[method-assign]
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=3 * MIB, **options)
+    try:
+        return {"results": _one_by_one(rig, **work), **rig.report()}
+    except Exception as error:  # whatever vLLM raises for a dead rank is the result here
+        return {"error": f"{type(error).__name__}: {error}", **rig.report()}
 
 
 def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
