@@ -11,18 +11,16 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
+from vamp_integration.log import logger
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.policy.decide import Action, Decision, Situation, decide
-
-logger = init_logger(__name__)
 
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
 RETRY_S = 5.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vamp_integration.settings import VampSettings
-from vamp_profiles import ModelProfile, PolicyProfile, load_model, load_policy
+from vamp_profiles import ModelProfile, PolicyProfile, load_model, load_policy, shipped
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.hit_rate import HitRate
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
@@ -38,8 +38,6 @@ def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
     """
     if settings.model != "auto":
         return load_model(settings.model)
-    from vamp_profiles import shipped
-
     wanted = (getattr(hf_config, "hidden_size", None), getattr(hf_config, "moe_intermediate_size", None))
     for name in shipped("model"):
         profile = load_model(name)
@@ -51,11 +49,12 @@ def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
     )
 
 
-def engine_costs(settings: VampSettings, hf_config: Any) -> Costs:
-    """Profiles of ``settings`` as parameters; the user's ratio replaces the policy's."""
-    from vllm.platforms import current_platform
+def engine_costs(settings: VampSettings, hf_config: Any, on_cpu: bool = True) -> Costs:
+    """Profiles of ``settings`` as parameters; the user's ratio replaces the policy's.
 
-    by_device = "cpu" if current_platform.is_cpu() else "paper"
+    Raises ``ConfigError`` or ``ProfileError`` where a profile is missing or bad.
+    """
+    by_device = "cpu" if on_cpu else "paper"
     policy = load_policy(by_device if settings.policy == "auto" else settings.policy)
     model = model_profile(settings, hf_config)
     layers = getattr(hf_config, "num_hidden_layers", model.layers.value)

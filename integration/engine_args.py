@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from vamp_integration import refusals, settings
+from vamp_integration.plan import check_plan
 
 CPU_WORKER = "vamp_integration.worker_cpu.VampCPUWorker"
 SCHEDULER = "vamp_integration.scheduler.VampScheduler"
@@ -28,14 +29,26 @@ def install() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(self.load_format).lower() != settings.LOAD_FORMAT:
             return original(self, *args, **kwargs)
-        settings.parse((self.additional_config or {}).get(settings.KEY, {}))
+        extra = self.additional_config or {}
+        chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
         _fill_classes(self)
         config = original(self, *args, **kwargs)
         refusals.check_engine(config)
+        _check_files_and_sizes(chosen, config)
         return config
 
     create_engine_config.vamp_wrapped = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
+    """Profiles can be read and the pages divide: found here, it costs one line and not a start-up."""
+    check_plan(
+        chosen,
+        config.model_config.hf_text_config,
+        config.parallel_config.tensor_parallel_size,
+        config.cache_config.kv_cache_memory_bytes,
+    )
 
 
 def _fill_classes(args: Any) -> None:

@@ -8,28 +8,26 @@ meanwhile.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.utils import replace_parameter
 
 from vamp_integration.experts import ExpertRouting, VampRoutedExperts
+from vamp_integration.log import logger
+from vamp_integration.plan import granularity, slab_geometry
+from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
-from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import PageLedger
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
-
-logger = init_logger(__name__)
 
 PARTS = ("w13_weight", "w2_weight")
 
@@ -58,11 +56,9 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
     first = layers[0]
     experts = first.local_num_experts
     part_bytes = tuple(getattr(first, part)[0].nbytes for part in PARTS)
-    granule = settings.granule_kib * 1024
-    geometry = SlabGeometry.plan(len(layers), experts, part_bytes, granule, settings.max_offload_ratio)
+    geometry = slab_geometry(settings, len(layers), experts, part_bytes)
     order = read_order(settings.record_order, len(layers), experts)
-    budgets = {Tier.HOST: int(settings.host_gib * 2**30)} if settings.host_gib else None
-    driver = HostDriver(granularity=granule, budgets=budgets)
+    driver = HostDriver(granularity=granularity(settings), budgets=_budgets(settings))
     ledger = PageLedger(geometry.page_bytes)
     slab = ExpertSlab(driver, ledger, geometry, order)
     hits = torch.zeros(len(layers), experts, dtype=torch.int64)
@@ -90,6 +86,14 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
     return ExpertMemory(driver, ledger, slab, hits)
 
 
+def _budgets(settings: VampSettings) -> dict[Tier, int] | None:
+    """Limits of the tiers in bytes; ``None`` leaves each at the machine's memory."""
+    if not settings.host_gib:
+        return None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {Tier.HBM: physical, Tier.HOST: int(settings.host_gib * 2**30)}
+
+
 def _check(layers: Sequence[VampRoutedExperts]) -> None:
     if not layers:
         raise ConfigError("model: it has no routed experts to offload; serve it without --load-format vamp")
@@ -106,38 +110,3 @@ def _check(layers: Sequence[VampRoutedExperts]) -> None:
         raise ConfigError(
             f"model: its MoE layers differ in shape ({len(shapes)} shapes); VAMP needs one shape"
         )
-
-
-def read_order(path: str, layers: int, experts: int) -> list[list[int]] | None:
-    """The record order of a routing profile: JSON ``{"order": [[record of expert 0, ...] per layer]}``.
-
-    ``None`` for an empty ``path``. Raises ``ConfigError`` naming file and field.
-    """
-    if not path:
-        return None
-    by_index = "leave it empty to place experts by index"
-    try:
-        profile = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        # ValueError: no UTF-8, or no JSON.
-        raise ConfigError(
-            f"record_order: {path}: cannot be read as a routing profile ({error}); {by_index}"
-        ) from None
-    order = profile.get("order") if isinstance(profile, dict) else None
-    if not isinstance(order, list) or len(order) != layers:
-        raise ConfigError(
-            f"record_order: {path}: order: has not one permutation for each of {layers} MoE layers; "
-            f"{by_index}"
-        )
-    for index, row in enumerate(order):
-        if not _is_permutation(row, experts):
-            raise ConfigError(
-                f"record_order: {path}: order[{index}] is not a permutation of 0..{experts - 1}; {by_index}"
-            )
-    return order
-
-
-def _is_permutation(row: object, experts: int) -> bool:
-    if not isinstance(row, list) or any(type(record) is not int for record in row):
-        return False
-    return sorted(row) == list(range(experts))

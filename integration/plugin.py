@@ -5,11 +5,21 @@ vLLM calls it in every process (front end, engine core, workers), several times,
 
 from __future__ import annotations
 
+import warnings
+
 
 def register() -> None:
     """Register the load format and the one wrapper that fills worker and scheduler class."""
-    from vamp_integration import compat, engine_args, loader
+    from vamp_integration import compat
+    from vamp_runtime.errors import ConfigError
 
-    compat.check_version(compat.installed_vllm())
+    try:
+        compat.check_version(compat.installed_vllm())
+    except ConfigError as error:
+        # An engine that does not ask for VAMP must not suffer from it being installed.
+        warnings.warn(f"VAMP is off: {error}", stacklevel=1)
+        return
+    from vamp_integration import engine_args, loader
+
     loader.register()
     engine_args.install()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -37,7 +38,7 @@ class VampSchedulerMixin:
         chosen = settings.of(config)
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
-        costs = engine_costs(chosen, config.model_config.hf_text_config)
+        costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)

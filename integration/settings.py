@@ -26,7 +26,7 @@ class VampSettings:
         policy: name or path of a policy profile; ``auto`` takes ``cpu`` on a CPU engine, else ``paper``.
         hardware: name or path of a hardware profile; ``auto`` takes ``cpu`` on a CPU engine.
         model: name or path of a model profile; ``auto`` takes the one for the architecture.
-        granule_kib: page granule of the host driver in KiB (CPU engine only).
+        granule_kib: page granule of the host driver in KiB; 0 takes the hardware profile's.
         reserve_levels: levels of KV memory kept mapped but out of the block pool, taken from the KV budget.
         host_gib: most host memory for home pages, in GiB; 0 means no limit of VAMP's own.
         home_refresh_mib: most bytes copied to home pages per step, in MiB.
@@ -40,7 +40,7 @@ class VampSettings:
     policy: str = "auto"
     hardware: str = "auto"
     model: str = "auto"
-    granule_kib: int = 64
+    granule_kib: int = 0
     reserve_levels: int = 1
     host_gib: float = 0.0
     home_refresh_mib: int = 64
@@ -52,7 +52,7 @@ class VampSettings:
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_offload_ratio <= 1.0:
             raise ConfigError(f"max_offload_ratio: {self.max_offload_ratio} is outside 0..1; try 0.25")
-        if self.granule_kib <= 0 or self.granule_kib % 4:
+        if self.granule_kib < 0 or self.granule_kib % 4:
             raise ConfigError(f"granule_kib: {self.granule_kib} is not a multiple of 4 KiB pages; try 64")
         for name, least in (("reserve_levels", 0), ("exercise_steps", 0), ("home_refresh_mib", 1)):
             if getattr(self, name) < least:

@@ -15,21 +15,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vamp_integration import kv_memory, settings
+from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
 from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.log import logger
 from vamp_integration.placement_cpu import ExpertMemory
 from vamp_runtime.controller import Capacity, StepCommand
-from vamp_runtime.errors import ConfigError
+from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.tensor import tensor_at
-
-logger = init_logger(__name__)
 
 EXIT_STATE_LOST = 70
 HOME_REFRESH_STEPS = 64
@@ -55,24 +53,20 @@ class VampWorkerMixin:
         """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
-        page = geometry.page_bytes
-        levels = self._settings().reserve_levels if geometry.max_level else 0
-        reserve = levels * geometry.pages_per_level
-        self._kv_pages = available // page
-        if reserve * 2 > self._kv_pages:
-            raise ConfigError(
-                f"kv_cache_memory_bytes: {available} is too small for a reserve of {levels} level(s) "
-                f"of {geometry.pages_per_level * page} bytes; give at least {2 * reserve * page}"
-            )
-        return (self._kv_pages - reserve) * page
+        reserve = plan.reserve_pages(self._settings(), geometry, available)
+        self._kv_pages = available // geometry.page_bytes
+        return (self._kv_pages - reserve) * geometry.page_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Lay the KV cache into a region with room for every level; only its head is backed."""
         slab, driver = self._memory.slab, self._memory.driver
         geometry = slab.geometry
-        most = self._kv_pages + geometry.max_level * geometry.pages_per_level
+        positions, _ = kv_memory.layout(kv_cache_config)
+        most = self._kv_pages + positions + geometry.max_level * geometry.pages_per_level
         kv = kv_memory.region_geometry(kv_cache_config, geometry.page_bytes, most)
-        pages = self._kv_pages if geometry.max_level else kv.pages_for_blocks(kv_cache_config.num_blocks)
+        # Whole pages in every position can take a page or two more than the budget where there is no reserve.
+        needed = kv.pages_for_blocks(kv_cache_config.num_blocks)
+        pages = max(self._kv_pages, needed) if geometry.max_level else needed
         region = KVRegion(driver, self._memory.ledger, kv, pages=pages)
         region.claim(kv_cache_config.num_blocks)
         buffer = tensor_at(region.address(0, 0), (region.nbytes,), torch.int8, torch.device("cpu"))
@@ -127,7 +121,11 @@ class VampWorkerMixin:
         slab = self._memory.slab
         for layer, hits in enumerate(self._memory.hits):
             slab.set_coldness(layer, coldest_groups(hits.tolist(), slab, layer))
-        slab.refresh_homes(self._settings().home_refresh_mib << 20)
+        try:
+            slab.refresh_homes(self._settings().home_refresh_mib << 20)
+        except DriverError as error:
+            # Homes without a finished copy stay empty: their groups cannot leave, and nothing is wrong.
+            logger.warning("VAMP: copying experts to their home pages failed (%s)", error)
 
     def _answer(self, output: Any) -> Any:
         if self._report is None or not isinstance(output, ModelRunnerOutput):

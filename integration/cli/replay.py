@@ -19,8 +19,6 @@ from vamp_integration.replay.report import summary, table, write_json
 from vamp_integration.replay.run import ReplayConfig, replay_trace
 from vamp_integration.replay.runner import ArmFailed
 from vamp_integration.replay.scale import Scaling
-from vamp_integration.replay.trace import TraceError
-from vamp_runtime.errors import ConfigError
 
 
 def run_replay(config: ReplayConfig, out_dir: Path, command: str, console: Console) -> Path:
@@ -124,9 +122,6 @@ def replay(
             seed=seed,
         )
         run_replay(config, out_dir, shlex.join(["vamp", *sys.argv[1:]]), Console())
-    except (TraceError, ConfigError) as error:
-        typer.echo(f"vamp replay: {error}", err=True)
-        raise typer.Exit(2) from None
     except ArmFailed as error:
         typer.echo(f"{error.tail}\nvamp replay: {error}", err=True)
         raise typer.Exit(1) from None

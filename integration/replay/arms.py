@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from vamp_integration import settings
+from vamp_integration.plan import check_plan
 from vamp_runtime.errors import ConfigError
 
 UPPER_BOUND = "upper_bound"
@@ -76,10 +79,27 @@ def engine_options(
     """
     options = {**base, "kv_cache_memory_bytes": kv_cache_bytes}
     if arm.vamp:
-        settings = {"max_offload_ratio": arm.max_offload_ratio, **vamp}
+        chosen = {"max_offload_ratio": arm.max_offload_ratio, **vamp}
         more = base.get("additional_config", {})
-        options |= {"load_format": "vamp", "additional_config": {**more, "vamp": settings}}
+        options |= {"load_format": "vamp", "additional_config": {**more, "vamp": chosen}}
     return options
+
+
+def check_arm(
+    arm: Arm, model: str, kv_cache_bytes: int, engine_args: dict[str, Any], vamp: dict[str, Any]
+) -> None:
+    """Check what VAMP's arm can be told before an engine starts, so that no other arm runs in vain.
+
+    Raises:
+        ConfigError, ProfileError: in one line, the setting, its value and what would work.
+    """
+    if not arm.vamp:
+        return
+    chosen = settings.parse({"max_offload_ratio": arm.max_offload_ratio, **vamp})
+    config = Path(model) / "config.json"
+    if config.is_file():
+        ranks = int(engine_args.get("tensor_parallel_size", 1))
+        check_plan(chosen, json.loads(config.read_text()), ranks, kv_cache_bytes)
 
 
 def child_environment(parent: dict[str, str], arm: Arm, threads: int) -> dict[str, str]:

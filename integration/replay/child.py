@@ -15,6 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+from vamp_profiles import ProfileError
+from vamp_runtime.errors import ConfigError
+
 from .load import load_trace
 from .loop import ClosedLoop, Progress, TurnRecord
 from .observe import Watch
@@ -128,7 +131,8 @@ def versions() -> dict[str, str]:
 
 
 def replay(spec: ChildSpec, events: TextIO) -> None:
-    """Start the engine, replay, and write events: ready, turn, sample, end."""
+    """Start the engine, replay, and write events: ready, turn, sample, end; or refused, and nothing else."""
+    from pydantic import ValidationError
 
     def emit(event: str, values: dict[str, Any]) -> None:
         events.write(json.dumps({"event": event, **values}) + "\n")
@@ -136,7 +140,11 @@ def replay(spec: ChildSpec, events: TextIO) -> None:
 
     trace = scale(load_trace(Path(spec.trace), spec.format, spec.block_tokens), Scaling(**spec.scaling))
     began = time.monotonic()
-    engine = VllmEngine(spec.engine)
+    try:
+        engine = VllmEngine(spec.engine)
+    except (ConfigError, ProfileError, ValidationError) as error:
+        emit("refused", {"message": " ".join(str(error).split())})
+        return
     prompts = Prompts(trace, engine.engine.vllm_config.model_config.get_vocab_size(), spec.seed)
     emit("ready", {"startup_s": time.monotonic() - began, **engine.describe()})
 

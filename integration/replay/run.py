@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vamp_integration import compat
 from vamp_runtime.errors import ConfigError
 
-from .arms import UPPER_BOUND, Arm, engine_options
+from .arms import UPPER_BOUND, Arm, check_arm, engine_options
 from .child import ChildSpec
 from .figures import ArmRun, TokenCheck, compare_tokens
 from .load import load_trace
@@ -183,6 +184,9 @@ def replay_trace(config: ReplayConfig, logs: Path, show: Show) -> Comparison:
         ArmFailed: an engine ended early.
     """
     trace = prepare(config)
+    compat.check_version(compat.installed_vllm())
+    for arm in config.arms:
+        check_arm(arm, config.model, config.kv_cache_bytes, config.engine_args, config.vamp)
     arms = [arm for arm in config.arms if arm.name != UPPER_BOUND]
     if config.check_tokens or len(arms) < len(config.arms):
         arms.append(Arm(UPPER_BOUND))

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vamp_runtime.errors import ConfigError
+
 from .arms import Arm, child_environment
 from .child import ChildSpec
 from .figures import ArmRun
@@ -40,9 +42,12 @@ def run_arm(
     The process is ended when this function is left early.
 
     Raises:
+        ConfigError: the engine refused its options.
         ArmFailed: the process ended without an ``end`` event.
     """
-    events: dict[str, list[dict[str, Any]]] = {"ready": [], "turn": [], "sample": [], "end": []}
+    events: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("ready", "turn", "sample", "end", "refused")
+    }
     read_end, write_end = os.pipe()
     with open(read_end, encoding="utf-8") as stream, open(log, "w", encoding="utf-8") as output:
         try:
@@ -64,12 +69,15 @@ def run_arm(
             for line in stream:
                 event = json.loads(line)
                 events[event["event"]].append(event)
-                on_event(event)
+                if event["event"] != "refused":
+                    on_event(event)
             status = process.wait()
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+    if events["refused"]:
+        raise ConfigError(f"arm {arm.name}: {events['refused'][0]['message']}")
     if not events["end"]:
         raise ArmFailed(arm.name, status, log)
     return ArmRun(

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from support.replay_runs import arm_run, row, write_rows
-from typer.testing import CliRunner
 
-from vamp_integration.cli.replay import replay
+from vamp_integration.cli.main import main
 from vamp_integration.replay.arms import child_environment, engine_options, parse_arm, parse_engine_args
 from vamp_integration.replay.child import ChildSpec
 from vamp_integration.replay.run import ReplayConfig, child_spec, prepare, upper_bound_bytes
 from vamp_integration.replay.runner import ArmFailed, run_arm
 from vamp_runtime.errors import ConfigError
 
-app = typer.Typer()
-app.command()(replay)
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr with which ``vamp replay`` refuses ``arguments``, with status 2."""
+    monkeypatch.setattr(sys, "argv", ["vamp", "replay", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vamp: error: ")
+    return line
 
 
 @pytest.mark.parametrize("name", ["vllm", "upper_bound", "vamp_paper_0.15", "vamp_paper_.5"])
@@ -101,25 +109,49 @@ BAD_OPTIONS = [
     (["--engine-arg", "oops"], "--engine-arg is oops"),
     (["--format", "csv"], "unknown format 'csv'"),
     (["--max-seconds", "0"], "--max-seconds is 0"),
+    (["--arm", "vamp_paper_0.5", "--vamp-arg", "granule_kib=5"], "granule_kib: 5 is not a multiple"),
+    (["--arm", "vamp_paper_0.5", "--vamp-arg", "speed=5"], "additional_config.vamp.speed: unknown setting"),
+    (["--arm", "vamp_paper_0.5", "--vamp-arg", "policy=none.toml"], "none.toml"),
+    (["--arm", "vamp_paper_0.5", "--vamp-arg", "hardware=h200"], "hardware: h200 is for the cuda driver"),
+    (["--arm", "vamp_paper_0.5", "--vamp-arg", "granule_kib=4096"], "granule_kib: 4096: "),
+    (
+        ["--arm", "vamp_paper_0.5", "--kv-cache-bytes", "1048576"],
+        "kv_cache_memory_bytes: 1048576 is too small",
+    ),
 ]
+
+TINY = {"num_experts": 32, "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[" ".join(o) for o, _ in BAD_OPTIONS])
 def test_bad_settings_end_with_status_2_one_line_and_no_files(
-    tmp_path: Path, options: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
 ) -> None:
     path = write_rows(tmp_path / "t.jsonl", [row(), row(turn=1)])
-    base = [str(path), "--model", "m", "--kv-cache-bytes", "1048576", "--out-dir", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, [*base, *options])
-    assert result.exit_code == 2
-    assert message in result.stderr and result.stderr.count("\n") == 1
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    base = [
+        str(path),
+        "--model",
+        str(model),
+        "--kv-cache-bytes",
+        "1048576",
+        "--out-dir",
+        str(tmp_path / "out"),
+    ]
+    assert message in run(monkeypatch, capsys, *base, *options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_trace_ends_with_status_2_one_line_and_no_files(tmp_path: Path) -> None:
+def test_a_bad_trace_ends_with_status_2_one_line_and_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_rows(tmp_path / "t.jsonl", [row(), row(turn=5)])
     base = [str(path), "--model", "m", "--kv-cache-bytes", "1048576", "--out-dir", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, base)
-    assert result.exit_code == 2
-    assert "t.jsonl:2: field 'turn': is 5 after 0; give 1" in result.stderr and result.stderr.count("\n") == 1
+    assert "t.jsonl:2: field 'turn': is 5 after 0; give 1" in run(monkeypatch, capsys, *base)
     assert not (tmp_path / "out").exists()

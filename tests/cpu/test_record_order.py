@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
+from vamp_integration.record_order import read_order
 from vamp_runtime.errors import ConfigError
-
-pytestmark = pytest.mark.vllm
 
 LAYERS, EXPERTS = 2, 4
 GOOD = [[3, 1, 0, 2], [0, 1, 2, 3]]
 
 
 def read(path: Path | str) -> list[list[int]] | None:
-    from vamp_integration.placement_cpu import read_order
-
     return read_order(str(path), LAYERS, EXPERTS)
 
 

@@ -1,0 +1,89 @@
+"""Checks that need no engine: would this model's experts and this KV budget fit the settings?
+
+Used before anything starts, so that a bad setting costs one line and not a start-up, and again by the worker
+with the real sizes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vamp_integration.costs import engine_costs
+from vamp_integration.record_order import read_order
+from vamp_integration.settings import VampSettings
+from vamp_profiles import HardwareProfile, load_hardware
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.geometry import SlabGeometry
+
+BF16_BYTES = 2
+# vLLM's CPU kernel pads the intermediate size of a shard to this.
+CPU_ALIGNMENT = 32
+
+
+def hardware_profile(settings: VampSettings) -> HardwareProfile:
+    """The hardware profile of an engine; one that is not for the host driver raises ``ConfigError``."""
+    profile = load_hardware("cpu" if settings.hardware == "auto" else settings.hardware)
+    if profile.driver != "host":
+        raise ConfigError(
+            f"hardware: {settings.hardware} is for the {profile.driver} driver, but this engine runs on a "
+            'CPU; use cpu, or a profile with driver = "host"'
+        )
+    return profile
+
+
+def granularity(settings: VampSettings) -> int:
+    """Bytes of a granule: the user's, else the hardware profile's."""
+    return settings.granule_kib * 1024 or hardware_profile(settings).granularity.value
+
+
+def slab_geometry(
+    settings: VampSettings, layers: int, experts: int, part_bytes: tuple[int, ...]
+) -> SlabGeometry:
+    """The slab for these sizes. Raises ``ConfigError`` naming the setting where no group is whole pages."""
+    try:
+        return SlabGeometry.plan(
+            layers, experts, part_bytes, granularity(settings), settings.max_offload_ratio
+        )
+    except ConfigError as error:
+        raise ConfigError(f"granule_kib: {granularity(settings) / 1024:g}: {error}") from None
+
+
+def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int) -> int:
+    """Pages of the KV budget that stay out of the block pool.
+
+    Raises ``ConfigError`` where they would be more than half of it.
+    """
+    level_bytes = geometry.pages_per_level * geometry.page_bytes
+    levels = settings.reserve_levels if geometry.max_level else 0
+    if 2 * levels * level_bytes > kv_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes: {kv_bytes} is too small for a reserve of {levels} level(s) of "
+            f"{level_bytes} bytes; give at least {2 * levels * level_bytes}"
+        )
+    return levels * geometry.pages_per_level
+
+
+def check_plan(settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None) -> None:
+    """Check what the model's configuration already tells; sizes it does not name are left to the worker.
+
+    Args:
+        hf_config: attributes or keys as in a ``config.json``.
+        kv_bytes: the KV budget, where it is set.
+
+    Raises:
+        ConfigError, ProfileError: in one line, the setting, its value and what would work.
+    """
+    config = SimpleNamespace(**hf_config) if isinstance(hf_config, dict) else hf_config
+    engine_costs(settings, config)
+    read_order(settings.record_order, None, getattr(config, "num_experts", None))
+    granularity(settings)
+    names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
+    experts, intermediate, hidden, layers = (getattr(config, name, None) for name in names)
+    if not (experts and intermediate and hidden and layers):
+        return
+    shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
+    part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
+    geometry = slab_geometry(settings, layers, experts, part_bytes)
+    if kv_bytes is not None:
+        reserve_pages(settings, geometry, kv_bytes)
