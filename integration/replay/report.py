@@ -84,8 +84,9 @@ def summary(comparison: Comparison) -> list[str]:
     config, trace = comparison.config, comparison.trace
     lines = [
         f"{trace.name}: {len(trace.sessions)} sessions, {trace.num_turns} turns, {config.concurrency} "
-        f"sessions in flight, "
-        f"max_num_seqs {config.max_num_seqs}",
+        f"sessions in flight, max_num_seqs {config.max_num_seqs}",
+        f"{config.kv_cache_bytes / 2**20:.1f} MiB for the KV cache beside the same experts in every arm but "
+        "upper_bound; VAMP keeps a part of it in reserve, outside its pool, until it is needed",
         f"first {config.warmup_turns} turns of each session are left out of the figures"
         if config.warmup_turns
         else "all turns are in the figures",
