@@ -32,6 +32,7 @@ class Arbiter:
     Args:
         tokens_per_block: tokens of one KV block.
         resize: called with the new number of blocks whenever the pool has grown or shrunk.
+        max_bubble_s: longest time that one move may hold a step up, in seconds; at least one level moves.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Arbiter:
         costs: Costs,
         tokens_per_block: int,
         resize: Callable[[int], None],
+        max_bubble_s: float,
     ) -> None:
         self.pool = pool
         self.costs = costs
@@ -51,6 +53,8 @@ class Arbiter:
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
         self.holding = False
         self._wanted_levels = 0
+        self._max_bubble_s = max_bubble_s
+        self._level_s = max_bubble_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
         pool.on_evict = self._evicted
@@ -60,7 +64,9 @@ class Arbiter:
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for while another move was under way."""
         if self._wanted_levels and self.pool.cordon_limit is None:
-            self._wanted_levels -= self.controller.request_offload(self._wanted_levels)
+            # How long a level takes is known from the last move; before that one moves at a time.
+            most = max(1, int(self._max_bubble_s / self._level_s))
+            self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, most))
 
     def command(self) -> StepCommand | None:
         """What the step that has just been scheduled carries.
@@ -86,7 +92,9 @@ class Arbiter:
         if not outcome.ok:
             logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
             self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
-        elif move.kind is MoveKind.OFFLOAD:
+            return
+        self._level_s = outcome.seconds / move.levels
+        if move.kind is MoveKind.OFFLOAD:
             logger.info(
                 "VAMP: level %d, %d KV blocks (%d in the pool), %.1f MiB moved in %.1f ms",
                 outcome.level,
@@ -106,8 +114,11 @@ class Arbiter:
         return len(ids)
 
     def want(self, levels: int) -> None:
-        """Ask for ``levels`` more levels, now or as soon as the move under way has settled."""
-        self._wanted_levels += levels - self.controller.request_offload(levels)
+        """Ask for up to ``levels`` more levels, now or as soon as the move under way has settled."""
+        controller = self.controller
+        left = controller.max_level - controller.level - controller.arriving_levels - self._wanted_levels
+        self._wanted_levels += max(0, min(levels, left))
+        self.begin_step()
 
     # At an allocation.
 

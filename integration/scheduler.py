@@ -39,7 +39,8 @@ class VampSchedulerMixin:
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
-        self.arbiter = Arbiter(pool, costs, self.block_size, self._resize)  # type: ignore[attr-defined]
+        bubble_s = chosen.max_bubble_ms / 1e3
+        self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
 

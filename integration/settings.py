@@ -32,6 +32,7 @@ class VampSettings:
         home_refresh_mib: most bytes copied to home pages per step, in MiB.
         record_order: path of a routing profile (JSON, a permutation per layer); empty means by index.
         restore: whether levels are taken back when the pressure has gone.
+        max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
         exercise_steps: diagnostic: move a level every so many steps, whatever the policy says; 0 is off.
     """
@@ -46,6 +47,7 @@ class VampSettings:
     home_refresh_mib: int = 64
     record_order: str = ""
     restore: bool = True
+    max_bubble_ms: float = 30.0
     max_cordon_s: float = 30.0
     exercise_steps: int = 0
 
@@ -57,8 +59,9 @@ class VampSettings:
         for name, least in (("reserve_levels", 0), ("exercise_steps", 0), ("home_refresh_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below {least}; try {max(least, 1)}")
-        if not 0 < self.max_cordon_s < math.inf:
-            raise ConfigError(f"max_cordon_s: {self.max_cordon_s} is not finite and above 0; try 30")
+        for name in ("max_bubble_ms", "max_cordon_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
         if not 0 <= self.host_gib < math.inf:
             raise ConfigError(f"host_gib: {self.host_gib} is not finite and 0 or more; try 0 (no limit)")
 

@@ -27,6 +27,7 @@ BAD: dict[str, list[Any]] = {
     "home_refresh_mib": [0, -1, 1.5, "64", True, None],
     "record_order": [1, None, [[0, 1]], False],
     "restore": [0, 1, "true", None],
+    "max_bubble_ms": [0, -1.0, math.nan, math.inf, "30", True, None],
     "max_cordon_s": [0, -1.0, math.nan, math.inf, "30", True, None],
     "exercise_steps": [-1, 2.0, "2", True, None],
 }
@@ -42,6 +43,7 @@ GOOD: dict[str, list[Any]] = {
     "home_refresh_mib": [1, 4096],
     "record_order": ["", "order.json"],
     "restore": [True, False],
+    "max_bubble_ms": [0.1, 60],
     "max_cordon_s": [0.1, 60],
     "exercise_steps": [0, 1],
 }

@@ -159,7 +159,7 @@ def corrupted(model: str, seed: int, count: int, length: int, max_tokens: int, k
     rig.generate([prompt], 2)
     arbiter = rig.scheduler.arbiter
     arbiter.want(arbiter.controller.max_level)
-    rig.generate([prompt], 2, lambda _: arbiter.draw(arbiter.controller.reserve_blocks) and None)
+    rig.generate([prompt], 24, lambda _: arbiter.draw(arbiter.controller.reserve_blocks) and None)
     sound = rig.generate([prompt], max_tokens)
     level = rig.worker._boundary.slab.level
     with _spoilt_expert(rig):

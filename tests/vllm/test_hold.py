@@ -29,7 +29,7 @@ def test_a_hold_ends_with_the_step_and_its_levels_are_asked_for() -> None:
     config = SimpleNamespace(hidden_size=shape.hidden, moe_intermediate_size=shape.intermediate)
     costs = engine_costs(VampSettings(policy=EAGER), config)
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
-    arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None)
+    arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None, max_bubble_s=0.03)
     arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))
     pool.get_new_blocks(6)
     request: Any = SimpleNamespace(num_computed_tokens=20)
