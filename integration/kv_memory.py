@@ -77,7 +77,8 @@ def layout(config: KVCacheConfig) -> tuple[int, int]:
 def region_geometry(config: KVCacheConfig, page_bytes: int, max_pages: int) -> KVGeometry:
     """Address layout with room for every block that ``max_pages`` pages can back."""
     positions, block_stride = layout(config)
-    blocks = -(-max_pages // positions) * page_bytes // block_stride
+    # Rounded up: a last block that is never backed whole still gives the last pages their addresses.
+    blocks = -(-(-(-max_pages // positions) * page_bytes) // block_stride)
     # Every position must start on a page.
     step = page_bytes // gcd(page_bytes, block_stride)
     blocks = -(-max(blocks, config.num_blocks) // step) * step

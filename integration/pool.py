@@ -64,6 +64,13 @@ class VampBlockPool(BlockPool):
                 self.freed_at[block.block_id] = now
                 self._park(block)
 
+    def reset_prefix_cache(self) -> bool:
+        # vLLM takes every block outside the free queue for used, and raises where it has freed them all.
+        if self.cordon_limit is not None:
+            self.lift_cordon()
+        reset: bool = super().reset_prefix_cache()
+        return reset
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         lost = block.block_hash
         evicted: bool = super()._maybe_evict_cached_block(block)

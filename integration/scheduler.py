@@ -31,6 +31,7 @@ class VampSchedulerMixin:
     kv_cache_manager: KVCacheManager
     arbiter: Arbiter
     shrinker: Shrinker
+    left_waiting: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,8 +47,10 @@ class VampSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()
-        self.shrinker.begin_step(len(self.waiting))  # type: ignore[attr-defined]
+        self.shrinker.begin_step(self.left_waiting)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
+        self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
         put_command(output, self.arbiter.command())
         return output
 

@@ -85,7 +85,8 @@ class Shrinker:
             shards_per_group=capacity.group,
             experts=capacity.experts,
             blocks_per_level=max(len(tail), 1),
-            clean_blocks=len(free) - len(cached),
+            # Levels whose blocks never joined the pool, or have left it already, go back for nothing.
+            clean_blocks=len(free) - len(cached) if tail else 1,
             cached_blocks=len(cached),
             tokens_per_block=arbiter.tokens_per_block,
             cached_age_s=min(ages, default=0.0),

@@ -53,20 +53,19 @@ class VampWorkerMixin:
         """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
-        reserve = plan.reserve_pages(self._settings(), geometry, available)
-        self._kv_pages = available // geometry.page_bytes
-        return (self._kv_pages - reserve) * geometry.page_bytes
+        self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
+        return (available // geometry.page_bytes - self._reserve_pages) * geometry.page_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Lay the KV cache into a region with room for every level; only its head is backed."""
         slab, driver = self._memory.slab, self._memory.driver
         geometry = slab.geometry
-        positions, _ = kv_memory.layout(kv_cache_config)
-        most = self._kv_pages + positions + geometry.max_level * geometry.pages_per_level
+        positions, block_stride = kv_memory.layout(kv_cache_config)
+        # From what the ranks agreed on, never from this rank's own free memory: all must hold the same.
+        pages = positions * -(-kv_cache_config.num_blocks * block_stride // geometry.page_bytes)
+        pages += self._reserve_pages
+        most = pages + geometry.max_level * geometry.pages_per_level
         kv = kv_memory.region_geometry(kv_cache_config, geometry.page_bytes, most)
-        # Whole pages in every position can take a page or two more than the budget where there is no reserve.
-        needed = kv.pages_for_blocks(kv_cache_config.num_blocks)
-        pages = max(self._kv_pages, needed) if geometry.max_level else needed
         region = KVRegion(driver, self._memory.ledger, kv, pages=pages)
         region.claim(kv_cache_config.num_blocks)
         buffer = tensor_at(region.address(0, 0), (region.nbytes,), torch.int8, torch.device("cpu"))

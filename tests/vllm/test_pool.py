@@ -268,8 +268,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        idle = not self.refs and not self.parked()
+        # A reset lifts the cordon: vLLM would take the parked blocks for used ones.
+        idle = not self.refs
         assert self.pool.reset_prefix_cache() == idle
+        self.limit = None
         if idle:
             self.hashes.clear()
 

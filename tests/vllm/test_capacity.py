@@ -1,0 +1,70 @@
+"""Capacity that would be lost, refused or out of step: sizes, resets under a cordon, levels nobody uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.scenarios import EAGER
+from vllm.v1.core.block_pool import BlockPool
+
+from vamp_integration.arbiter import Arbiter
+from vamp_integration.commands import Report
+from vamp_integration.costs import engine_costs
+from vamp_integration.kv_memory import region_geometry
+from vamp_integration.pool import VampBlockPool
+from vamp_integration.settings import VampSettings
+from vamp_integration.shrink import Shrinker
+from vamp_integration.tiny_model import TinyShape
+from vamp_runtime.controller import Capacity
+from vamp_runtime.memory.boundary import Outcome
+from vamp_runtime.policy.restore import decide_restore
+
+pytestmark = pytest.mark.vllm
+
+PAGE = 65536
+
+
+@dataclass
+class FakeTensor:
+    size: int
+    block_stride: int
+    layer_stride: int
+
+
+@pytest.mark.parametrize("positions", [1, 2, 3])
+@pytest.mark.parametrize("block_pages", [1, 2, 3, 4, 6, 7])
+def test_the_region_has_room_for_every_page_it_was_asked_for(positions: int, block_pages: int) -> None:
+    stride = block_pages * PAGE
+    config: Any = SimpleNamespace(
+        num_blocks=20, kv_cache_tensors=[FakeTensor(positions * 20 * stride, stride, 20 * stride)]
+    )
+    for pages in range(200, 230):
+        assert region_geometry(config, PAGE, pages).max_pages >= pages
+
+
+def test_the_prefix_cache_can_be_reset_under_a_cordon() -> None:
+    pool = VampBlockPool.adopt(BlockPool(10, enable_caching=True, hash_block_size=16))
+    used = pool.get_new_blocks(9)
+    pool.cordon(6)
+    pool.free_blocks(used)
+    assert pool.parked
+    assert pool.reset_prefix_cache()
+    assert pool.cordon_limit is None and pool.get_num_free_blocks() == 9
+
+
+def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
+    shape = TinyShape()
+    config = SimpleNamespace(hidden_size=shape.hidden, moe_intermediate_size=shape.intermediate)
+    settings = VampSettings(policy=EAGER)
+    costs = engine_costs(settings, config)
+    pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
+    arbiter = Arbiter(pool, costs, 16, lambda blocks: None, 0.03)
+    arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))
+    arbiter.want(1)
+    arbiter.command()
+    arbiter.settle(Report(outcome=Outcome(1, True, 1, 12, 1, 0, 0.001, "")))
+    situation = Shrinker(arbiter, settings)._situation(0, arbiter.last_move_at + 1e3)
+    assert decide_restore(situation, costs.parameters, costs.restore).levels == 1
