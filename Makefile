@@ -16,7 +16,7 @@ demo: $(VENV)/.engine out/tiny/config.json
 	  --max-output 8 --max-num-batched-tokens 128 --engine-arg enforce_eager=true
 
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: types
 	$(BIN)/ruff check .

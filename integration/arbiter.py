@@ -62,11 +62,20 @@ class Arbiter:
     # Around a step.
 
     def begin_step(self) -> None:
-        """Ask for levels that could not be asked for while another move was under way."""
+        """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
+        self._refill()
         if self._wanted_levels and self.pool.cordon_limit is None:
             # How long a level takes is known from the last move; before that one moves at a time.
             most = max(1, int(self._max_bubble_s / self._level_s))
             self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, most))
+
+    def _refill(self) -> None:
+        """A move that failed has left the reserve short; try again when its time has come."""
+        controller = self.controller
+        short = controller.reserve_target - (controller.mapped_blocks - controller.pool_blocks)
+        room = controller.level < controller.max_level and not controller.moving
+        if short > 0 and room and not self._wanted_levels and time.monotonic() >= self._no_moves_until:
+            self._wanted_levels = 1
 
     def command(self) -> StepCommand | None:
         """What the step that has just been scheduled carries.

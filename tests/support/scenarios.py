@@ -364,6 +364,7 @@ def two_ranks(model: str, fault: str) -> Any:
     """Tensor parallel over two processes, a level moving in every step; ``fault`` on rank 1 alone."""
     import torch.distributed as dist
     from vllm.v1.executor import multiproc_executor
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from vamp_integration import arbiter, placement_cpu, worker
     from vamp_runtime.errors import StateLost
@@ -382,6 +383,13 @@ def two_ranks(model: str, fault: str) -> Any:
     if fault == "driver":
         host = placement_cpu.HostDriver
         placement_cpu.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
+    if fault == "memory":
+        available = CPUWorker.determine_available_memory
+
+        def less_on_rank_one(self: Any) -> int:
+            return available(self) - (dist.get_rank() == 1) * MIB // 2
+
+        CPUWorker.determine_available_memory = less_on_rank_one  # type: ignore[method-assign]
     if fault == "lost":
         run = worker.Boundary.run
 

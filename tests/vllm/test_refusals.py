@@ -16,7 +16,7 @@ from vamp_runtime.errors import ConfigError
 pytestmark = pytest.mark.vllm
 
 SIZES = {
-    "hidden_size": 64,
+    "hidden_size": 256,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -26,7 +26,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "torch_dtype": "bfloat16",
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 @pytest.fixture(scope="module")
