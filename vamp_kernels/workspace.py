@@ -1,0 +1,39 @@
+"""Scratch memory that a sequence of calls shares."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class Workspace:
+    """Named scratch tensors on one device, allocated at their first use and kept.
+
+    A tensor that has to grow is replaced, but the old one stays alive: a captured CUDA graph may still write
+    to it. To hold each only once, make the first call with the largest number of tokens. Its content means
+    nothing between calls, but for counters. Calls that share a workspace must run in one stream's order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._counters: dict[str, torch.Tensor] = {}
+        self._tensors: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of ``shape``, uninitialised, the same memory for the same name and dtype."""
+        held = self._tensors.setdefault((name, dtype), [])
+        size = math.prod(shape)
+        if not held or held[-1].numel() < size:
+            held.append(torch.empty(size, dtype=dtype, device=self.device))
+        return held[-1][:size].view(shape)
+
+    def counter(self, name: str) -> torch.Tensor:
+        """An int32 that is zero between calls: who counts with it, resets it."""
+        if name not in self._counters:
+            self._counters[name] = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self._counters[name]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All scratch held; counters are not scratch."""
+        return [tensor for held in self._tensors.values() for tensor in held]
