@@ -1,5 +1,5 @@
 # `make demo` and `make test` set everything up in .venv, once, and run. They need Linux on x86-64 with AVX2,
-# Python 3.11 to 3.13, 2 GB of disk and no GPU. Where pip would take the CUDA build of torch (3 GB more), run them
+# Python 3.11 to 3.13, 2 GB of disk (3 with the tests) and no GPU. Where pip would take the CUDA build of torch (3 GB more), run them
 # with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
 PYTHON := $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
