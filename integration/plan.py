@@ -6,6 +6,7 @@ with the real sizes.
 
 from __future__ import annotations
 
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_profiles import HardwareProfile, load_hardware
 from vamp_runtime.errors import ConfigError
-from vamp_runtime.memory.geometry import SlabGeometry
+from vamp_runtime.memory.geometry import MAX_GROUP_BYTES, SlabGeometry
 
 BF16_BYTES = 2
 # vLLM's CPU kernel pads the intermediate size of a shard to this.
@@ -46,7 +47,14 @@ def slab_geometry(
             layers, experts, part_bytes, granularity(settings), settings.max_offload_ratio
         )
     except ConfigError as error:
-        raise ConfigError(f"granule_kib: {granularity(settings) / 1024:g}: {error}") from None
+        common = gcd(*part_bytes)
+        fit = (common & -common) // 1024
+        if sum(part_bytes) > MAX_GROUP_BYTES or fit < 4:
+            raise
+        raise ConfigError(
+            f"granule_kib: {granularity(settings) / 1024:g}: no group of up to 8 experts is whole pages "
+            f"(an expert is {' + '.join(str(part) for part in part_bytes)} bytes); try {fit}"
+        ) from error
 
 
 def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int) -> int:

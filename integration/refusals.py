@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 INNER_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "pt", "dummy"})
 
 #: vLLM's kernels that take experts where they lie; "auto" is Triton on GPU and the native kernel on CPU.
-MOE_BACKENDS = frozenset({"auto", "triton"})
+# This release runs on the CPU engine, whose one kernel is what `auto` takes.
+MOE_BACKENDS = frozenset({"auto"})
 
 
 class Rule(NamedTuple):

@@ -21,6 +21,13 @@ from vamp_integration.replay.runner import ArmFailed
 from vamp_integration.replay.scale import Scaling
 
 
+def free_stem(folder: Path, stem: str) -> str:
+    """``stem``, or with a number behind it where an earlier run has taken it."""
+    taken = {path.name.partition(".")[0].removesuffix("-logs") for path in folder.glob(f"{stem}*")}
+    names = [stem, *(f"{stem}-{number}" for number in range(2, len(taken) + 3))]
+    return next(name for name in names if name not in taken)
+
+
 def run_replay(config: ReplayConfig, out_dir: Path, command: str, console: Console) -> Path:
     """Run the comparison, print the table, and write JSON, HTML and logs to ``out_dir``.
 
@@ -30,8 +37,9 @@ def run_replay(config: ReplayConfig, out_dir: Path, command: str, console: Conso
     Raises:
         TraceError, ConfigError, ArmFailed: as ``replay_trace``.
     """
-    stem = f"{datetime.now(UTC).date().isoformat()}-replay"
-    comparison = replay_trace(config, out_dir / "logs", lambda name, turns: ArmProgress(console, name, turns))
+    stem = free_stem(out_dir, f"{datetime.now(UTC).date().isoformat()}-replay")
+    logs = out_dir / f"{stem}-logs"
+    comparison = replay_trace(config, logs, lambda name, turns: ArmProgress(console, name, turns))
     console.print(table(comparison))
     for line in summary(comparison):
         console.print(f"- {line}", highlight=False, markup=False)

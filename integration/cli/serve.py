@@ -22,6 +22,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from vamp_integration import compat, settings
+from vamp_integration.config_errors import as_config_errors
 from vamp_runtime.errors import ConfigError
 
 
@@ -71,7 +72,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     cli_env_setup()  # type: ignore[no-untyped-call]
     parser = make_arg_parser(Parser(prog="vamp serve"))  # type: ignore[no-untyped-call]
     parser.set_defaults(model=None, enforce_eager=None)
-    with _as_config_errors():
+    with as_config_errors():
         args: Namespace = parser.parse_args(argv)
     if args.enforce_eager is None:
         # On a CPU torch.compile takes minutes at every first start, so there it has to be asked for.
@@ -118,7 +119,7 @@ def check_arguments(args: Namespace) -> None:
     ):
         if refused:
             raise ConfigError(f"{name}: vamp serve runs one HTTP server beside one engine; leave it out")
-    with _as_config_errors():
+    with as_config_errors():
         validate_parsed_serve_args(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     check_engine(config)
@@ -144,28 +145,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def _as_config_errors() -> Iterator[None]:
-    """Turn what vLLM raises for settings it refuses into a one-line ``ConfigError``."""
-    from pydantic import ValidationError
-
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = "".join(f"{name}: {first['input']!r}: " for name in first["loc"][:1])
-        raise ConfigError(_one_line(field + first["msg"].removeprefix("Value error, "))) from error
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(_one_line(str(error))) from error
-
-
 def _table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: {value!r} is not a JSON object; give one such as '{{\"name\": 1}}'")
     return value
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

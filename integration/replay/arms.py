@@ -85,6 +85,13 @@ def engine_options(
     return options
 
 
+def check_model(model: str) -> None:
+    """Raise ``ConfigError`` where ``model`` is written as a folder and there is none with a configuration."""
+    folder = Path(model).expanduser()
+    if model.startswith(("/", ".", "~")) and not (folder / "config.json").is_file():
+        raise ConfigError(f"--model is {model}; give a folder with config.json and weights in it")
+
+
 def check_arm(
     arm: Arm, model: str, kv_cache_bytes: int, engine_args: dict[str, Any], vamp: dict[str, Any]
 ) -> None:

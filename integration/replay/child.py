@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+from vamp_integration.config_errors import as_config_errors
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
 
@@ -57,9 +58,16 @@ class VllmEngine:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**options))
+        if current_platform.is_cpu():
+            # On a CPU torch.compile takes minutes at every first start, so there it has to be asked for.
+            options = {"enforce_eager": True, **options}
+        with as_config_errors():
+            arguments = EngineArgs(**options)
+            arguments.create_engine_config()
+        self.engine = LLMEngine.from_engine_args(arguments)
         client: Any = self.engine.engine_core
         self.core = client.engine_core
         self.watch = Watch(self.core.scheduler)
@@ -132,7 +140,6 @@ def versions() -> dict[str, str]:
 
 def replay(spec: ChildSpec, events: TextIO) -> None:
     """Start the engine, replay, and write events: ready, turn, sample, end; or refused, and nothing else."""
-    from pydantic import ValidationError
 
     def emit(event: str, values: dict[str, Any]) -> None:
         events.write(json.dumps({"event": event, **values}) + "\n")
@@ -142,7 +149,7 @@ def replay(spec: ChildSpec, events: TextIO) -> None:
     began = time.monotonic()
     try:
         engine = VllmEngine(spec.engine)
-    except (ConfigError, ProfileError, ValidationError) as error:
+    except (ConfigError, ProfileError) as error:
         emit("refused", {"message": " ".join(str(error).split())})
         return
     prompts = Prompts(trace, engine.engine.vllm_config.model_config.get_vocab_size(), spec.seed)

@@ -61,6 +61,13 @@ COST_GUIDE = (
 )
 
 
+ARMS_GUIDE = (
+    "vllm is the unmodified engine; vamp_paper_R may move the share R of every layer's experts to host "
+    "memory and gives their memory to the KV cache; upper_bound is unmodified, with all of that memory from "
+    "the start."
+)
+
+
 def html_table(rows: list[list[str]]) -> str:
     heading, *body = rows
     head = "".join(f"<th>{escape(text)}</th>" for text in heading)
@@ -83,7 +90,7 @@ def page(comparison: Comparison, command: str) -> str:
     software = ", ".join(f"{name} {version}" for name, version in ready["versions"].items())
     sections = [
         f"<section><h2>Figures</h2><div class='scroll'>{html_table(table_rows(comparison))}</div>"
-        f"<p class='note'>{escape(TABLE_GUIDE)}</p></section>",
+        f"<p class='note'>{escape(ARMS_GUIDE)}</p><p class='note'>{escape(TABLE_GUIDE)}</p></section>",
         plot_section("KV capacity over time", plots.kv_capacity(runs), CAPACITY_GUIDE),
         plot_section("How long turns waited", plots.ttft_distribution(runs, warmup), CDF_GUIDE),
         plot_section("Every turn's wait", plots.ttft_over_time(runs, warmup), TIME_GUIDE),

@@ -11,7 +11,7 @@ from typing import Any
 from vamp_integration import compat
 from vamp_runtime.errors import ConfigError
 
-from .arms import UPPER_BOUND, Arm, check_arm, engine_options
+from .arms import UPPER_BOUND, Arm, check_arm, check_model, engine_options
 from .child import ChildSpec
 from .figures import ArmRun, TokenCheck, compare_tokens
 from .load import load_trace
@@ -171,6 +171,16 @@ def child_spec(config: ReplayConfig, trace: Trace, arm: Arm, kv_cache_bytes: int
     )
 
 
+def remove_logs(logs: Path) -> None:
+    """Take back what a refused run has written; folders that hold something else stay."""
+    for log in logs.glob("*.log"):
+        log.unlink()
+    for folder in (logs, *logs.parents[:2]):
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
 def replay_trace(config: ReplayConfig, logs: Path, show: Show) -> Comparison:
     """Run every arm, one engine at a time.
 
@@ -185,6 +195,7 @@ def replay_trace(config: ReplayConfig, logs: Path, show: Show) -> Comparison:
     """
     trace = prepare(config)
     compat.check_version(compat.installed_vllm())
+    check_model(config.model)
     for arm in config.arms:
         check_arm(arm, config.model, config.kv_cache_bytes, config.engine_args, config.vamp)
     arms = [arm for arm in config.arms if arm.name != UPPER_BOUND]
@@ -192,10 +203,14 @@ def replay_trace(config: ReplayConfig, logs: Path, show: Show) -> Comparison:
         arms.append(Arm(UPPER_BOUND))
     logs.mkdir(parents=True, exist_ok=True)
     runs: list[ArmRun] = []
-    for arm in arms:
-        size = upper_bound_bytes(config, runs) if arm.name == UPPER_BOUND else config.kv_cache_bytes
-        spec = child_spec(config, trace, arm, size)
-        with show(arm.name, trace.num_turns) as on_event:
-            runs.append(run_arm(arm, spec, logs / f"{arm.name}.log", config.threads, on_event))
+    try:
+        for arm in arms:
+            size = upper_bound_bytes(config, runs) if arm.name == UPPER_BOUND else config.kv_cache_bytes
+            spec = child_spec(config, trace, arm, size)
+            with show(arm.name, trace.num_turns) as on_event:
+                runs.append(run_arm(arm, spec, logs / f"{arm.name}.log", config.threads, on_event))
+    except ConfigError:
+        remove_logs(logs)
+        raise
     checks = [compare_tokens(run, runs[-1]) for run in runs[:-1]] if config.check_tokens else []
     return Comparison(config, trace, tuple(runs), tuple(checks))

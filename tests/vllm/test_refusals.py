@@ -51,7 +51,7 @@ def assert_refused(caught: pytest.ExceptionInfo[ConfigError], setting: str) -> N
 
 
 def test_a_plain_engine_is_accepted(moe_model: str) -> None:
-    config = build(moe_model, tensor_parallel_size=2, moe_backend="triton")
+    config = build(moe_model, tensor_parallel_size=2)
     assert config.parallel_config.worker_cls.startswith("vamp_integration.")
 
 
