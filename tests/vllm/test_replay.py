@@ -15,6 +15,7 @@ from vamp_integration.replay.progress import ArmProgress
 from vamp_integration.replay.run import ReplayConfig, replay_trace
 from vamp_integration.replay.runner import ArmFailed
 from vamp_integration.replay.scale import Scaling
+from vamp_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 
@@ -53,9 +54,20 @@ def test_vamp_and_an_unmodified_engine_replay_the_same_trace(tiny_model: Path, t
 
 
 def test_an_engine_that_does_not_start_ends_the_replay_with_its_log(tiny_model: Path, tmp_path: Path) -> None:
-    config = settings(tiny_model)
-    config = replace(config, arms=(parse_arm("vllm"),), check_tokens=False, engine_args={"no_such_option": 1})
+    """The pool is too small for one request, which vLLM finds out when it starts."""
+    config = replace(
+        settings(tiny_model), arms=(parse_arm("vllm"),), check_tokens=False, kv_cache_bytes=1 << 17
+    )
     console = Console(quiet=True)
     with pytest.raises(ArmFailed, match="arm vllm ended with status 1") as caught:
         replay_trace(config, tmp_path, lambda name, turns: ArmProgress(console, name, turns))
-    assert "no_such_option" in caught.value.tail
+    assert "KV cache" in caught.value.tail
+
+
+def test_an_option_that_vllm_refuses_is_one_line_and_leaves_no_log(tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tiny_model)
+    config = replace(config, arms=(parse_arm("vllm"),), check_tokens=False, engine_args={"no_such_option": 1})
+    console = Console(quiet=True)
+    with pytest.raises(ConfigError, match=r"arm vllm: .*no_such_option") as caught:
+        replay_trace(config, tmp_path / "logs", lambda name, turns: ArmProgress(console, name, turns))
+    assert "\n" not in str(caught.value) and not (tmp_path / "logs").exists()
