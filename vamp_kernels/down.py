@@ -200,8 +200,8 @@ def _down_kernel(
         return
     n0 = (tl.program_id(0) % blocks) * BLOCK_N * SPAN
     slot = tl.load(tiles + tile)
-    first = tl.load(tiles + max_tiles + tile)
-    end = tl.load(tiles + 2 * max_tiles + tile)
+    first = tl.load(tiles + 2 * max_tiles + tile)
+    end = tl.load(tiles + 3 * max_tiles + tile)
     if SMALL_M > 0 and end - first <= SMALL_M:
         _down_tile(
             act,

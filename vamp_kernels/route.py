@@ -44,8 +44,9 @@ def _write_tiles(
         at = tiles + first_tile + i
         row = first_row + i * BLOCK_M
         tl.store(at, slot, mask=i < needed)
-        tl.store(at + max_tiles, row, mask=i < needed)
-        tl.store(at + 2 * max_tiles, tl.minimum(row + BLOCK_M, first_row + counts), mask=i < needed)
+        tl.store(at + max_tiles, bins, mask=i < needed)
+        tl.store(at + 2 * max_tiles, row, mask=i < needed)
+        tl.store(at + 3 * max_tiles, tl.minimum(row + BLOCK_M, first_row + counts), mask=i < needed)
     tl.store(tile_count, tl.sum(needed, 0))
 
 
@@ -204,7 +205,7 @@ class Routing:
     Attributes:
         pairs: ``[M * K]`` int32, the pairs ``token * K + choice`` by expert; padding pairs are left out, so
             the end of it is undefined.
-        tiles: ``[3, T]`` int32: slot, first row and end row of each tile, rows indexing ``pairs``.
+        tiles: ``[4, T]`` int32: slot, expert, first row and end row of each tile, rows indexing ``pairs``.
         tile_count: ``[1]`` int32, how many tiles there are; the rest of ``tiles`` is undefined.
         block_m: most rows of a tile.
     """
@@ -239,7 +240,7 @@ def route(
     num_pairs = topk_ids.numel()
     bins, limit = power_of_two(experts), max_tiles(num_pairs, experts, block_m)
     pairs = workspace.take("pairs", (num_pairs,), torch.int32)
-    tiles = workspace.take("tiles", (3, limit), torch.int32)
+    tiles = workspace.take("tiles", (4, limit), torch.int32)
     tile_count = workspace.take("tile_count", (1,), torch.int32)
     expert_counts = workspace.take("expert_counts", (bins,), torch.int32)
     flags = {
@@ -301,8 +302,8 @@ def route(
 
 def route_torch(
     topk_ids: torch.Tensor, experts: int, block_m: int, slot_table: torch.Tensor | None = None
-) -> tuple[list[int], list[tuple[int, int, int]], list[int]]:
-    """The same on the host: pairs by expert, tiles as (slot, first row, end row), hits per expert."""
+) -> tuple[list[int], list[tuple[int, int, int, int]], list[int]]:
+    """The same on the host: pairs by expert, tiles as (slot, expert, first row, end row), hits per expert."""
     flat = topk_ids.flatten().tolist()
     pairs: list[int] = []
     tiles, hits = [], []
@@ -310,7 +311,7 @@ def route_torch(
         mine = [pair for pair, chosen in enumerate(flat) if chosen == expert]
         slot = expert if slot_table is None else int(slot_table[expert])
         end = len(pairs) + len(mine)
-        tiles += [(slot, row, min(row + block_m, end)) for row in range(len(pairs), end, block_m)]
+        tiles += [(slot, expert, row, min(row + block_m, end)) for row in range(len(pairs), end, block_m)]
         pairs += mine
         hits.append(len(mine))
     return pairs, tiles, hits
