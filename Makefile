@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -qq --no-compile --no-warn-conflicts
 
+# pip compiles nothing here (most of it is never imported), so the first import has to keep what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint types clean
 .DELETE_ON_ERROR:
 

@@ -79,12 +79,17 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
     return rows
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 turn``, ``2 turns``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def summary(comparison: Comparison) -> list[str]:
     """What was measured, what was left out, and how the tokens compare: one line each."""
     config, trace = comparison.config, comparison.trace
     lines = [
-        f"{trace.name}: {len(trace.sessions)} sessions, {trace.num_turns} turns, {config.concurrency} "
-        f"sessions in flight, max_num_seqs {config.max_num_seqs}",
+        f"{trace.name}: {counted(len(trace.sessions), 'session')}, {counted(trace.num_turns, 'turn')}, "
+        f"{counted(config.concurrency, 'session')} in flight, max_num_seqs {config.max_num_seqs}",
         f"{config.kv_cache_bytes / 2**20:.1f} MiB for the KV cache beside the same experts in every arm but "
         "upper_bound; VAMP keeps a part of it in reserve, outside its pool, until it is needed",
         f"first {config.warmup_turns} turns of each session are left out of the figures"

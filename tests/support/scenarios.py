@@ -380,10 +380,9 @@ def two_ranks(model: str, fault: str) -> Any:
     if fault == "unmodified":
         return {"results": oracle(model, [work], **options)["works"][0]}
     arbiter.RETRY_S = 0.0
-    if fault == "driver":
+    if fault == "driver and memory":
         host = placement_cpu.HostDriver
         placement_cpu.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
-    if fault == "memory":
         available = CPUWorker.determine_available_memory
 
         def less_on_rank_one(self: Any) -> int:
