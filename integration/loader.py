@@ -40,7 +40,7 @@ class VampLoader(BaseModelLoader):
         self.inner.load_weights(model, model_config)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        from vamp_integration.placement_cpu import place
+        from vamp_integration.placement import place
 
         chosen = settings.of(vllm_config)
         assert chosen is not None

@@ -22,29 +22,30 @@ BF16_BYTES = 2
 CPU_ALIGNMENT = 32
 
 
-def hardware_profile(settings: VampSettings) -> HardwareProfile:
-    """The hardware profile of an engine; one that is not for the host driver raises ``ConfigError``."""
-    profile = load_hardware("cpu" if settings.hardware == "auto" else settings.hardware)
-    if profile.driver != "host":
+def hardware_profile(settings: VampSettings, device: str) -> HardwareProfile:
+    """The hardware profile of an engine on ``cpu`` or ``cuda``; one for the other raises ``ConfigError``."""
+    driver, shipped = ("host", "cpu") if device == "cpu" else ("cuda", "h200")
+    profile = load_hardware(shipped if settings.hardware == "auto" else settings.hardware)
+    if profile.driver != driver:
         raise ConfigError(
-            f"hardware: {settings.hardware} is for the {profile.driver} driver, but this engine runs on a "
-            'CPU; use cpu, or a profile with driver = "host"'
+            f"hardware: {settings.hardware} is for the {profile.driver} driver, but this engine runs on "
+            f'{device}; use {shipped}, or a profile with driver = "{driver}"'
         )
     return profile
 
 
-def granularity(settings: VampSettings) -> int:
+def granularity(settings: VampSettings, device: str) -> int:
     """Bytes of a granule: the user's, else the hardware profile's."""
-    return settings.granule_kib * 1024 or hardware_profile(settings).granularity.value
+    return settings.granule_kib * 1024 or hardware_profile(settings, device).granularity.value
 
 
 def slab_geometry(
-    settings: VampSettings, layers: int, experts: int, part_bytes: tuple[int, ...]
+    settings: VampSettings, layers: int, experts: int, part_bytes: tuple[int, ...], device: str
 ) -> SlabGeometry:
     """The slab for these sizes. Raises ``ConfigError`` naming the setting where no group is whole pages."""
     try:
         return SlabGeometry.plan(
-            layers, experts, part_bytes, granularity(settings), settings.max_offload_ratio
+            layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio
         )
     except ConfigError as error:
         common = gcd(*part_bytes)
@@ -52,8 +53,8 @@ def slab_geometry(
         if sum(part_bytes) > MAX_GROUP_BYTES or fit < 4:
             raise
         raise ConfigError(
-            f"granule_kib: {granularity(settings) / 1024:g}: no group of up to 8 experts is whole pages "
-            f"(an expert is {' + '.join(str(part) for part in part_bytes)} bytes); try {fit}"
+            f"granule_kib: {granularity(settings, device) / 1024:g}: no group of up to 8 experts is whole "
+            f"pages (an expert is {' + '.join(str(part) for part in part_bytes)} bytes); try {fit}"
         ) from error
 
 
@@ -72,26 +73,32 @@ def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int)
     return levels * geometry.pages_per_level
 
 
-def check_plan(settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None) -> None:
+def check_plan(
+    settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None, device: str = "cpu"
+) -> None:
     """Check what the model's configuration already tells; sizes it does not name are left to the worker.
 
     Args:
         hf_config: attributes or keys as in a ``config.json``.
         kv_bytes: the KV budget, where it is set.
+        device: ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
     """
     config = SimpleNamespace(**hf_config) if isinstance(hf_config, dict) else hf_config
-    engine_costs(settings, config)
+    engine_costs(settings, config, device == "cpu")
     read_order(settings.record_order, None, getattr(config, "num_experts", None))
-    granularity(settings)
+    granularity(settings, device)
     names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
     experts, intermediate, hidden, layers = (getattr(config, name, None) for name in names)
     if not (experts and intermediate and hidden and layers):
         return
-    shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
-    part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
-    geometry = slab_geometry(settings, layers, experts, part_bytes)
+    if device != "cpu":
+        part_bytes: tuple[int, ...] = (3 * (intermediate // tensor_parallel) * hidden * BF16_BYTES,)
+    else:
+        shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
+        part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
+    geometry = slab_geometry(settings, layers, experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes)

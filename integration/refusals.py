@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 INNER_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "pt", "dummy"})
 
 #: vLLM's kernels that take experts where they lie; "auto" is Triton on GPU and the native kernel on CPU.
-# This release runs on the CPU engine, whose one kernel is what `auto` takes.
-MOE_BACKENDS = frozenset({"auto"})
+MOE_BACKENDS = frozenset({"auto", "triton"})
 
 
 class Rule(NamedTuple):
@@ -76,6 +75,11 @@ def _attention_backends(config: VllmConfig) -> str:
     attention = config.attention_config
     chosen = [attention.backend, *attention.backend_per_kind.values()]
     return ",".join(backend.name for backend in chosen if backend is not None)
+
+
+def _moe_backend(config: VllmConfig) -> str:
+    backend, device = config.kernel_config.moe_backend, config.device_config.device_type
+    return f"{backend} on a CPU" if device == "cpu" and backend != "auto" else backend
 
 
 def _offload_gib(config: VllmConfig) -> float:
@@ -249,7 +253,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "--moe-backend",
-        lambda c: c.kernel_config.moe_backend,
+        _moe_backend,
         lambda v: v in MOE_BACKENDS,
         "this kernel repacks the experts or copies them out of their slab",
         f"use {' or '.join(sorted(MOE_BACKENDS))}",

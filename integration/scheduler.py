@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -85,3 +86,7 @@ class VampSchedulerMixin:
 
 class VampScheduler(VampSchedulerMixin, Scheduler):
     """``scheduler_cls`` of engines without asynchronous scheduling (the CPU engine)."""
+
+
+class VampAsyncScheduler(VampSchedulerMixin, AsyncScheduler):
+    """``scheduler_cls`` of engines with asynchronous scheduling (the GPU engine's default)."""

@@ -21,8 +21,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
 from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.hit_counts import HitCounts
 from vamp_integration.log import logger
-from vamp_integration.placement_cpu import ExpertMemory
+from vamp_integration.placement import ExpertMemory
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
@@ -38,6 +39,7 @@ class VampWorkerMixin:
 
     _memory: ExpertMemory
     _boundary: Boundary
+    _hit_counts: HitCounts
     _kv_buffer: kv_memory.KVBuffer | None = None
     _report: Report | None = None
     _steps: int = 0
@@ -48,6 +50,7 @@ class VampWorkerMixin:
         if memory is None:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
+        self._hit_counts = HitCounts(memory.hits)
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
@@ -68,7 +71,7 @@ class VampWorkerMixin:
         kv = kv_memory.region_geometry(kv_cache_config, geometry.page_bytes, most)
         region = KVRegion(driver, self._memory.ledger, kv, pages=pages)
         region.claim(kv_cache_config.num_blocks)
-        buffer = tensor_at(region.address(0, 0), (region.nbytes,), torch.int8, torch.device("cpu"))
+        buffer = tensor_at(region.address(0, 0), (region.nbytes,), torch.int8, self._memory.hits.device)
         self._kv_buffer = kv_memory.KVBuffer(buffer)
         config = kv_memory.virtual_config(self.vllm_config, kv_cache_config, kv.virtual_blocks)  # type: ignore[attr-defined]
         super().initialize_from_config(config)  # type: ignore[misc]
@@ -118,8 +121,8 @@ class VampWorkerMixin:
     def _follow_coldest(self) -> None:
         """Order groups by measured use and let the home pages follow, at a bounded rate."""
         slab = self._memory.slab
-        for layer, hits in enumerate(self._memory.hits):
-            slab.set_coldness(layer, coldest_groups(hits.tolist(), slab, layer))
+        for layer, hits in enumerate(self._hit_counts.poll() or ()):
+            slab.set_coldness(layer, coldest_groups(hits, slab, layer))
         try:
             slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:

@@ -3,4 +3,7 @@
 import vllm.engine.arg_utils
 import vllm.model_executor.models.qwen3_next
 import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -29,7 +29,10 @@ class Rig:
         from vllm import EngineArgs, LLMEngine
 
         if vamp is not None:
-            options |= {"load_format": "vamp", "additional_config": {"vamp": vamp}}
+            options |= {
+                "load_format": "vamp",
+                "additional_config": {"vamp": {"model": "tiny-qwen3-next", **vamp}},
+            }
         settings = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -45,6 +48,8 @@ class Rig:
         self.scheduler = core.scheduler
         # With several ranks the workers are processes of their own.
         self.worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
+        if vamp is not None and self.worker is not None:
+            self.worker._memory.slab.seal()  # a GPU engine does not, for the time it takes
         self.highest_id = 0
         self._added = 0
 
@@ -84,7 +89,7 @@ class Rig:
         for _ in range(1000):
             if not self.scheduler.has_requests():
                 return
-            self.engine.engine_core.engine_core.step()
+            self.engine.engine_core.engine_core.step_fn()
         raise AssertionError("the engine does not come to rest")
 
     def check(self) -> None:
@@ -122,9 +127,9 @@ def prompts(seed: int, count: int, length: int) -> list[list[int]]:
     return [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def oracle(model: str, works: list[dict[str, Any]], **options: Any) -> Any:
+def oracle(model: str, works: list[dict[str, Any]], kv_mib: int = 64, **options: Any) -> Any:
     """Unmodified vLLM with a large pool: the tokens of each work (``seed, count, length, max_tokens``)."""
-    rig = Rig(model, vamp=None, kv_cache_memory_bytes=64 * MIB, **options)
+    rig = Rig(model, vamp=None, kv_cache_memory_bytes=kv_mib * MIB, **options)
     return {"works": [_one_by_one(rig, **work) for work in works]}
 
 
@@ -146,13 +151,16 @@ def exercised(
     return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
 
 
-def corrupted(model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int) -> Any:
+def corrupted(
+    model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
+) -> Any:
     """Everything offloaded that may be; one offloaded expert is spoilt, then one block on a moved page."""
     rig = Rig(
         model,
         vamp={"max_offload_ratio": 0.5, "restore": False},
         kv_cache_memory_bytes=kv_mib * MIB,
         enable_prefix_caching=False,
+        **options,
     )
     initial = rig.scheduler.kv_cache_config.num_blocks
     (prompt,) = prompts(seed, count, length)
@@ -229,16 +237,16 @@ def faulty(
 
 def _faulty_drivers() -> list[FaultyDriver]:
     """From now on the worker's host drivers are wrapped; the list fills as they are made."""
-    from vamp_integration import placement_cpu
+    from vamp_integration import placement
 
     made: list[FaultyDriver] = []
-    original = placement_cpu.HostDriver
+    original = placement.HostDriver
 
     def make(*args: Any, **kwargs: Any) -> FaultyDriver:
         made.append(FaultyDriver(original(*args, **kwargs)))
         return made[-1]
 
-    placement_cpu.HostDriver = make  # type: ignore[misc, assignment]
+    placement.HostDriver = make  # type: ignore[misc, assignment]
     return made
 
 
@@ -299,12 +307,13 @@ def not_this_step(model: str, kv_mib: int) -> Any:
     return {"results": results, **rig.report()}
 
 
-def shrinking(model: str, kv_mib: int) -> Any:
+def shrinking(model: str, kv_mib: int, **options: Any) -> Any:
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
         vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
         kv_cache_memory_bytes=kv_mib * MIB,
+        **options,
     )
     arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
     controller, pool = arbiter.controller, arbiter.pool
@@ -366,7 +375,7 @@ def two_ranks(model: str, fault: str) -> Any:
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from vamp_integration import arbiter, placement_cpu, worker
+    from vamp_integration import arbiter, placement, worker
     from vamp_runtime.errors import StateLost
 
     # Forked ranks have what is replaced here; the CPU platform would spawn them.
@@ -381,8 +390,8 @@ def two_ranks(model: str, fault: str) -> Any:
         return {"results": oracle(model, [work], **options)["works"][0]}
     arbiter.RETRY_S = 0.0
     if fault == "driver and memory":
-        host = placement_cpu.HostDriver
-        placement_cpu.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
+        host = placement.HostDriver
+        placement.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
         available = CPUWorker.determine_available_memory
 
         def less_on_rank_one(self: Any) -> int:

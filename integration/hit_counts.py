@@ -1,0 +1,38 @@
+"""Reads the routers' hit counters back without holding a step up."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HitCounts:
+    """Counters on a device and the last copy of them that has arrived on the host.
+
+    Args:
+        hits: int64 ``[layers, experts]``, counted since start.
+    """
+
+    def __init__(self, hits: torch.Tensor) -> None:
+        self.hits = hits
+        self._arrived: torch.cuda.Event | None = None
+        self._copy = torch.empty(0, dtype=hits.dtype)
+
+    def poll(self) -> list[list[int]] | None:
+        """Counts as of the call before this one, or None where they have not arrived; asks for new ones.
+
+        On a CPU they are those of now.
+        """
+        if self.hits.device.type == "cpu":
+            rows: list[list[int]] = self.hits.tolist()
+            return rows
+        rows_then = None
+        if self._arrived is None:
+            self._copy = torch.empty(self.hits.shape, dtype=self.hits.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        elif not self._arrived.query():  # type: ignore[no-untyped-call]
+            return None
+        else:
+            rows_then = self._copy.tolist()
+        self._copy.copy_(self.hits, non_blocking=True)
+        self._arrived.record()  # type: ignore[no-untyped-call]
+        return rows_then

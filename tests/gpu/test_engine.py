@@ -1,0 +1,68 @@
+"""vLLM's GPU engine with VAMP: moves must not change a token, with graphs and asynchronous scheduling on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.engine import WORKS, run_scenario
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+# One expert is 1.5 MiB, as Qwen3-Next's at four ranks: four of them share the three granules of a group.
+ENGINE = {"enforce_eager": False, "max_num_batched_tokens": 1024}
+KV_MIB = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vamp_integration.tiny_model import TinyShape, write_checkpoint
+
+    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_layout() -> Any:
+    """The unmodified engine lays its KV cache out as VAMP's does, so that both run the same kernels."""
+    with mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> dict[str, list[dict[str, Any]]]:
+    options = {"enable_prefix_caching": False, "kv_mib": 1024, **ENGINE}
+    done = run_scenario("oracle", model, works=list(WORKS.values()), **options)
+    return dict(zip(WORKS, done["works"], strict=True))
+
+
+def test_the_oracle_notices_corruption(model: Path, oracle: dict[str, Any]) -> None:
+    run = run_scenario("corrupted", model, kv_mib=KV_MIB, **WORKS["corruption"], **ENGINE)
+    assert run["level"] == run["max_level"] > 0 and run["bytes_moved"] > 0
+    assert run["sound"] == run["again"] == oracle["corruption"]
+    assert run["expert"][0]["tokens"] != run["sound"][0]["tokens"]
+    assert run["block"][0]["tokens"] != run["sound"][0]["tokens"]
+
+
+def test_hundreds_of_moves_leave_every_token(model: Path, oracle: dict[str, Any]) -> None:
+    run = run_scenario(
+        "exercised", model, kv_mib=KV_MIB, enable_prefix_caching=False, **WORKS["moves"], **ENGINE
+    )
+    assert run["moves"] >= 100 and run["failed_moves"] == 0
+    assert set(run["moves_by_kind"]) == {"offload", "restore"}
+    assert run["bytes_moved"] > 0 and run["highest_id"] >= run["initial"]
+    assert run["results"] == oracle["moves"]
+
+
+def test_levels_go_back_while_running_and_idle(model: Path) -> None:
+    result = run_scenario("shrinking", model, kv_mib=KV_MIB, **ENGINE)
+    assert result["level"] > 0 and result["grown"] > result["initial"]
+    assert result["began"] and result["idle"] == 0 and result["pool_after"] == result["initial"]
+    assert result["report_failed_moves"] == 0
