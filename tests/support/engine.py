@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from support import scenarios
 
 ENVIRONMENT = {
@@ -35,8 +36,10 @@ WORKS: dict[str, dict[str, int]] = {
 
 def run_scenario(name: str, model: Path, **spec: Any) -> dict[str, Any]:
     """What ``support.scenarios.<name>(model, **spec)`` returns, from a process of its own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.preload"])
+    # CUDA does not survive a fork, and importing some of vLLM's GPU modules starts it.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(["support.preload"])
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         process = context.Process(target=scenarios.child, args=(name, str(model), spec, sender, log.name))
