@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 # One expert is 1.5 MiB, as Qwen3-Next's at four ranks: four of them share the three granules of a group.
-ENGINE = {"enforce_eager": False, "max_num_batched_tokens": 1024}
+ENGINE = {"enforce_eager": False, "max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton"}
 KV_MIB = 96
 
 
