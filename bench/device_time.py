@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 
+WARM_UP_S = 0.05
+
+
 @dataclass(frozen=True)
 class Times:
     """Microseconds of one call: median, 10th and 90th percentile over the repetitions."""
@@ -35,7 +38,7 @@ class Ceilings:
 
 
 def timed(calls: Sequence[Callable[[], object]], repetitions: int, captured: bool = True) -> Times:
-    """Mean time of ``calls`` run one after the other, over ``repetitions``.
+    """Mean time of ``calls`` run one after the other, over ``repetitions``, after a warm-up of WARM_UP_S.
 
     On a CPU, where kernels are interpreted, wall-clock time, which says nothing about a device.
 
@@ -58,15 +61,18 @@ def timed(calls: Sequence[Callable[[], object]], repetitions: int, captured: boo
         with torch.cuda.graph(graph):
             once()
         run = graph.replay
+    until = time.perf_counter() + WARM_UP_S  # an idle device takes a while to come to its clock
+    while time.perf_counter() < until:
+        run()
+        torch.cuda.synchronize()
     samples = []
-    for repetition in range(repetitions + 2):
+    for _ in range(repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         end.synchronize()
-        if repetition >= 2:
-            samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
     return _times(samples)
 
 

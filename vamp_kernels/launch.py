@@ -140,7 +140,7 @@ class GatherLaunch:
             but one step of them. Long steps in registers fill the link from fewer processors.
     """
 
-    programs: int = 4
+    programs: int = 2
     block_bytes: int = 65536
     num_warps: int = 16
     num_stages: int = 1

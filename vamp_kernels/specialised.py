@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vamp_kernels.launch import PART_ROWS, SpecialisedLaunch, device_limits
+from vamp_kernels.launch import PART_ROWS, GatherLaunch, SpecialisedLaunch, device_limits
 from vamp_kernels.tiles import Routing
 
 ROWS = gl.constexpr(PART_ROWS)
@@ -169,6 +169,9 @@ def launch_options(
 ) -> tuple[int, dict[str, Any]]:
     """Programs, and the compile-time arguments that both GEMMs take; a step reads ``weight_rows`` rows."""
     programs = device_limits(routing.tiles.device).processors
+    if routing.copies is not None and not staged:
+        # A processor that copies has no room for such a program: one that came late would do its share alone.
+        programs = max(programs - GatherLaunch().programs, 1)
     host_programs = launch.host_programs(2 * weight_rows * launch.block_k) if routing.by_tier else 0
     registers, load_registers = REGISTERS[launch.parts]
     return programs, {

@@ -110,13 +110,17 @@ def exact(a: dict[str, Any], on_input: bool = False) -> torch.Tensor:
     return out
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+# An activation half-way between two fp8 numbers may be rounded either way, which shows in a whole row.
+FLIPPED = 40.0
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, worst: float = 8.0) -> None:
     """RMS and maximum error relative to the RMS of ``want``, with the worst coordinates.
 
-    The interpreter truncates float32 to bf16 where a device rounds, which doubles the error.
+    The maximum may be ``worst`` times the RMS that is allowed. The interpreter truncates float32 to bf16 where
+    a device rounds, which doubles the error.
     """
     rms = torch.finfo(got.dtype).eps * (2 if INTERPRET else 0.75)
-    worst = 8 * rms
     assert got.shape == want.shape and bool(got.isfinite().all())
     if want.numel() == 0 or not bool(want.any()):
         assert not bool(got.any())
@@ -125,7 +129,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     error = (got.double() - want).abs() / scale
     at = [divmod(int(i), want.shape[1]) for i in error.flatten().topk(min(5, error.numel())).indices]
     report = "\n".join(f"{at}: got {float(got[at])}, want {float(want[at])}" for at in at)
-    assert error.square().mean().sqrt() < rms and error.max() < worst, f"max {error.max()}\n{report}"
+    assert error.square().mean().sqrt() < rms and error.max() < worst * rms, f"max {error.max()}\n{report}"
 
 
 def poisoned(workspace: Workspace) -> Workspace:
@@ -260,7 +264,7 @@ fp8_launches = pytest.mark.parametrize(("case", "launch"), FP8_LAUNCHES.values()
 @fp8_launches
 def test_fp8_agrees_with_float64(case: Case, launch: MoeLaunch | None) -> None:
     a = moe_fp8.to_fp8(make(case))
-    assert_close(fused_moe(**a, launch=launch), moe_fp8.exact(a))
+    assert_close(fused_moe(**a, launch=launch), moe_fp8.exact(a), worst=FLIPPED)
 
 
 @kernels_run
@@ -268,7 +272,11 @@ def test_fp8_agrees_with_float64(case: Case, launch: MoeLaunch | None) -> None:
 def test_fp8_with_the_router_weight_on_the_input(name: str) -> None:
     case, launch = FP8_LAUNCHES[name]
     a = moe_fp8.to_fp8(make(case))
-    assert_close(fused_moe(**a, apply_router_weight_on_input=True, launch=launch), moe_fp8.exact(a, True))
+    assert_close(
+        fused_moe(**a, apply_router_weight_on_input=True, launch=launch),
+        moe_fp8.exact(a, True),
+        worst=FLIPPED,
+    )
 
 
 @kernels_run
@@ -610,7 +618,7 @@ def test_real_sizes_do_not_depend_on_slots(case: Case) -> None:
 @large_fp8
 def test_real_sizes_in_fp8_agree_with_float64(case: Case) -> None:
     a = moe_fp8.to_fp8(make(case))
-    assert_close(fused_moe(**a), moe_fp8.exact(a))
+    assert_close(fused_moe(**a), moe_fp8.exact(a), worst=FLIPPED)
 
 
 @gpu
