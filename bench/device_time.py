@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 WARM_UP_S = 0.05
 
 

@@ -117,8 +117,8 @@ FLIPPED = 40.0
 def assert_close(got: torch.Tensor, want: torch.Tensor, worst: float = 8.0) -> None:
     """RMS and maximum error relative to the RMS of ``want``, with the worst coordinates.
 
-    The maximum may be ``worst`` times the RMS that is allowed. The interpreter truncates float32 to bf16 where
-    a device rounds, which doubles the error.
+    The maximum may be ``worst`` times the RMS that is allowed. The interpreter truncates float32 to bf16
+    where a device rounds, which doubles the error.
     """
     rms = torch.finfo(got.dtype).eps * (2 if INTERPRET else 0.75)
     assert got.shape == want.shape and bool(got.isfinite().all())
@@ -301,7 +301,7 @@ def test_quantised_values_are_those_of_the_reference() -> None:
     quantize(x, got, scales, block=4)
     want, want_scales = quantize_torch(x)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scales, want_scales)
-    assert bool((got[1:2].abs().float() == 448).any()) and not bool(got.float().isnan().any())
+    assert bool((got[1:2].float().abs() == 448).any()) and not bool(got.float().isnan().any())
 
 
 @pytest.mark.parametrize(
