@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+WARM_UP_S = 0.05
+
 
 @dataclass(frozen=True)
 class Times:
@@ -21,40 +23,60 @@ class Times:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of a large copy (read plus written), operations per second of a large bf16 product."""
+    """What the device reaches.
+
+    Attributes:
+        bytes_per_s: of a large copy, read plus written.
+        flops_per_s: operations per second of a large bf16 product.
+        fp8_flops_per_s: of a large fp8 (e4m3) product; None where the device has none.
+    """
 
     bytes_per_s: float
     flops_per_s: float
+    fp8_flops_per_s: float | None = None
 
 
-def timed(calls: Sequence[Callable[[], object]], repetitions: int) -> Times:
-    """Mean time of ``calls`` run one after the other, over ``repetitions`` graph replays.
+def timed(calls: Sequence[Callable[[], object]], repetitions: int, captured: bool = True) -> Times:
+    """Mean time of ``calls`` run one after the other, over ``repetitions``, after a warm-up of WARM_UP_S.
 
     On a CPU, where kernels are interpreted, wall-clock time, which says nothing about a device.
+
+    Args:
+        captured: replays of a CUDA graph; else, for calls that read from the device, calls from the host.
     """
     if not torch.cuda.is_available():
         return _times([_wall(calls) for _ in range(repetitions)])
     for call in calls:
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def once() -> None:
         for call in calls:
             call()
+
+    run = once
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            once()
+        run = graph.replay
+    until = time.perf_counter() + WARM_UP_S  # an idle device takes a while to come to its clock
+    while time.perf_counter() < until:
+        run()
+        torch.cuda.synchronize()
     samples = []
-    for repetition in range(repetitions + 2):
+    for _ in range(repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
-        if repetition >= 2:
-            samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
     return _times(samples)
 
 
 def ceilings(device: torch.device) -> Ceilings | None:
-    """The rates of a 2 GiB copy and an 8192 cubed bf16 product on random data; None on a CPU."""
+    """The rates of a 2 GiB copy and of 8192 cubed products on random data; None on a CPU."""
     if device.type != "cuda":
         return None
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device=device).normal_()
@@ -64,7 +86,17 @@ def ceilings(device: torch.device) -> Ceilings | None:
     a, b = (source[i << 26 : (i + 1) << 26].view(8192, 8192) for i in range(2))
     product = torch.empty(8192, 8192, dtype=torch.bfloat16, device=device)
     dot = timed([lambda: torch.mm(a, b, out=product)] * 4, 10)
-    return Ceilings(2 * source.nbytes / copy.median * 1e6, 2 * 8192**3 / dot.median * 1e6)
+    fp8 = None
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+
+        def scaled() -> torch.Tensor:
+            dtype = torch.bfloat16
+            return torch._scaled_mm(a8, b8, one, one, out_dtype=dtype, use_fast_accum=True, out=product)
+
+        fp8 = 2 * 8192**3 / timed([scaled] * 4, 10).median * 1e6
+    return Ceilings(2 * source.nbytes / copy.median * 1e6, 2 * 8192**3 / dot.median * 1e6, fp8)
 
 
 def driver_version() -> str:

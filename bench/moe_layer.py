@@ -1,182 +1,206 @@
 """Time one MoE layer beside its peers.
 
 python bench/moe_layer.py --model qwen3-next --tp 1 2 4 --json bench/results/h200/DATE-moe_layer.json
+python bench/moe_layer.py --model qwen3-next --tp 1 --dtype fp8 --plot fp8.png
+python bench/moe_layer.py --tokens 16 64 512 4096 --host 1 2 4 8 32 76 --plot host.png
+python bench/moe_layer.py --experts 64 --top-k 6 --hidden 2048 --intermediate 1408 --routing lognormal:0.6
 
 Every arm runs under a CUDA graph over the same weights, which take turns between layers so that none is read
 from the cache. Without CUDA it runs in Triton's interpreter, at tiny sizes; its times mean nothing then:
 TRITON_INTERPRET=1 python bench/moe_layer.py --model tiny --tokens 1 16
+
+A recording of routing is JSON, the hits of experts layer by layer: {"hits": [[12, 0, 7], [3, 9, 1]]}
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
+import gc
+import importlib
+import importlib.util
 import json
 import os
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from device_time import Ceilings, ceilings, driver_version, timed
-from moe_arms import ARMS, COMPARABLE, missing
-from moe_cases import MODELS, Shape, Step, Weights, layers_beyond_cache, make_steps, make_weights, work
+from device_time import ceilings
+from moe_arms import ARMS, missing
+from moe_cases import BLOCK, MODELS, Shape, layers_beyond_cache, make_weights, popularity
+from moe_measure import DTYPES, Point, Run, measure
+from moe_report import Row, git_commit, line, report, summary
+from moe_residency import LinkRates, PagedWeights, Placement, choose, link_rates
 
-from vamp_kernels.fused_moe import fused_moe_torch
+from vamp_kernels import ranges
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.driver import MemoryDriver, Tier
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+DEFAULT_ARMS = {"bf16": ("vamp", "vllm", "torch_grouped_mm"), "fp8": ("vamp", "vllm", "vllm_swept")}
+DIMENSIONS = ("experts", "top_k", "hidden", "intermediate")
 
 
-@dataclass(frozen=True)
-class Point:
-    """One row's settings."""
-
-    model: str
-    tp: int
-    tokens: int
-    routing: str
-    shape: Shape
-
-
-def measure(
-    point: Point, weights: Weights, arms: list[str], limits: Ceilings | None, repetitions: int, check: bool
-) -> list[dict[str, Any]]:
-    """A row for every arm; figures that could not be had are None."""
-    device = weights.w13.device
-    calls = 16 if point.tokens <= 16 else 8 if point.tokens <= 512 else 4
-    steps = make_steps(point.shape, point.tokens, calls, point.routing, device)
-    moved, operations = work(point.shape, steps)
-    roofline = max(moved / limits.bytes_per_s, operations / limits.flops_per_s) * 1e6 if limits else None
-    want = reference(weights, steps[0]) if check else None
-    rows = []
-    for arm in arms:
-        made = ARMS[arm](point.shape, weights, steps)
-        largest, rms = errors(made[0](), want) if want is not None and arm in COMPARABLE else (None, None)
-        times = timed(made, repetitions)
-        row = {"model": point.model, "dtype": "bf16", "tp": point.tp, "tokens": point.tokens}
-        row |= {"routing": point.routing, "arm": arm, "host_experts": 0, "staged_experts": 0}
-        row |= {"us_median": times.median, "us_p10": times.p10, "us_p90": times.p90}
-        row |= {"touched_bytes": moved, "host_bytes": 0, "flops": operations, "roofline_us": roofline}
-        rows.append(row | {"max_error": largest, "rms_error": rms})
-    return rows
-
-
-def reference(weights: Weights, step: Step) -> torch.Tensor:
-    """The layer in float32."""
-    w13, w2 = weights.layer(0)
-    return fused_moe_torch(step.hidden_states, w13, w2, step.topk_weights, step.topk_ids).float()
+def parse() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), help="default: qwen3-next")
+    for name in DIMENSIONS:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, help="dimensions by hand, all four, instead of --model")
+    parser.add_argument("--tp", nargs="+", type=int, default=[1])
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument(
+        "--dtype", default="bf16", choices=DTYPES, help="of the weights; fp8 is w8a8, 128x128 blocks"
+    )
+    parser.add_argument("--routing", default="uniform", help="uniform, lognormal:SIGMA or recorded:FILE")
+    parser.add_argument("--host", nargs="+", type=int, metavar="N", help="numbers of experts in host memory")
+    parser.add_argument("--peer", type=int, default=0, metavar="N", help="experts in the memory of GPU 1")
+    parser.add_argument(
+        "--staged", type=int, default=0, metavar="N", help="experts of the host with a copy here"
+    )
+    parser.add_argument(
+        "--staging", type=int, metavar="N", help="slots to bring experts into; default: as --host"
+    )
+    parser.add_argument("--arm", nargs="+", choices=list(ARMS))
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument(
+        "--sweep-seconds", type=float, default=60, help="for each point of vllm_swept, at most"
+    )
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
+    parser.add_argument("--nvtx", action="store_true", help="ranges for a profiler; needs the package nvtx")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="needs matplotlib")
+    parser.add_argument("--commit", help="what is measured, where the source lies outside its repository")
+    return parser
 
 
-def errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """Largest and RMS error, as shares of the RMS of ``want``."""
-    scale = want.square().mean().sqrt()
-    error = (got.float() - want) / scale
-    return float(error.abs().max()), float(error.square().mean().sqrt())
+def shapes(arguments: argparse.Namespace) -> list[tuple[str, int, Shape]]:
+    """Model, TP degree and a rank's shape; ``ValueError`` where the arguments do not give one."""
+    given = [getattr(arguments, name) for name in DIMENSIONS]
+    models = {name: MODELS[name] for name in arguments.model or ["qwen3-next"]}
+    if any(given):
+        if arguments.model or not all(given):
+            raise ValueError("--experts, --top-k, --hidden and --intermediate go together, without --model")
+        models = {"x".join(map(str, given)): Shape(*given)}
+    found = [(name, tp, shape.shard(tp)) for name, shape in models.items() for tp in arguments.tp]
+    for name, tp, shape in found:
+        if arguments.dtype == "fp8" and (shape.hidden % BLOCK or shape.intermediate % BLOCK):
+            raise ValueError(
+                f"--dtype fp8: {name} at --tp {tp} is {shape}, sizes must be multiples of {BLOCK}"
+            )
+        popularity(shape, arguments.routing, 1, torch.Generator(), torch.device("cpu"))
+        for placement in placements(arguments):
+            choose(placement, shape.experts, torch.device("cpu"))
+    return found
 
 
-def available(arms: list[str]) -> list[str]:
-    """``arms`` without those that cannot run here, saying which and why."""
-    reasons = {arm: missing(arm) for arm in arms}
+def placements(arguments: argparse.Namespace) -> list[Placement]:
+    """Where experts lie, point by point: all in the device's memory first, to compare the others with."""
+    host = arguments.host or [0]
+    moved = [Placement(n, arguments.peer, arguments.staged) for n in host]
+    return [Placement(), *(placement for placement in moved if placement.moved)]
+
+
+def available(arguments: argparse.Namespace, paged: bool) -> list[str]:
+    """The arms that can run here, saying which cannot and why."""
+    default = ("vamp", "vamp_no_table") if paged else DEFAULT_ARMS[arguments.dtype]
+    arms = arguments.arm or default
+    reasons = {arm: missing(arm, DTYPES[arguments.dtype]) for arm in arms}
     for arm, reason in reasons.items():
         if reason:
             print(f"without {arm}: {reason}", file=sys.stderr)
     return [arm for arm in arms if not reasons[arm]]
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row of the table on the terminal."""
-    us, roofline = row["us_median"], row["roofline_us"]
-    share = f"{100 * roofline / us:4.0f} %" if roofline else "     -"
-    rms = "       -" if row["rms_error"] is None else f"{row['rms_error']:8.1e}"
-    return (
-        f"{row['model']:>16} tp{row['tp']} {row['tokens']:>6} {row['arm']:>17} {us:9.1f} us"
-        f" [{row['us_p10']:.1f}, {row['us_p90']:.1f}] {row['touched_bytes'] / us / 1e6:6.2f} TB/s"
-        f" {row['flops'] / us / 1e6:6.1f} TFLOP/s {share} {rms}"
-    )
+def open_driver(arguments: argparse.Namespace) -> MemoryDriver:
+    if torch.cuda.is_available():
+        from vamp_runtime.memory.cuda import CudaDriver
+
+        return CudaDriver(0, peer=1 if arguments.peer else None)
+    from vamp_runtime.memory.host import HostDriver
+
+    return HostDriver()
 
 
-def report(rows: list[dict[str, Any]], limits: Ceilings | None, commit: str) -> dict[str, Any]:
-    """What is written as JSON."""
-    versions = {name: _version(name) for name in ("torch", "triton", "vllm")} | {"driver": driver_version()}
-    notes = [
-        "routing is simulated",
-        "under CUDA graphs, weights of several layers taking turns",
-        "roofline: touched bytes with intermediates and operations over the rates measured in this run",
-        "torch_grouped_mm: rows sorted and gathered beforehand, no combine",
-        "errors: on the first step, as shares of the RMS of a float32 reference",
-    ]
-    if limits:
-        rates = f"{limits.bytes_per_s / 1e12:.2f} TB/s copy, {limits.flops_per_s / 1e12:.0f} TFLOP/s bf16"
-        notes.append(f"measured: {rates}")
-    return {
-        "name": "moe_layer",
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, interpreted",
-        "versions": versions,
-        "notes": notes,
-        "rows": rows,
-    }
-
-
-def git_commit() -> str:
-    """The commit of the repository that the script runs in, or an empty string."""
-    command = ["git", "rev-parse", "--verify", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True, check=False)
-    return git.stdout.strip() if git.returncode == 0 else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["qwen3-next"], choices=sorted(MODELS))
-    parser.add_argument("--tp", nargs="+", type=int, default=[1])
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--routing", default="uniform", help="uniform or lognormal:SIGMA")
-    parser.add_argument("--arm", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="what is measured, where the source lies outside its repository")
-    return parser.parse_args()
+def run_shape(
+    arguments: argparse.Namespace,
+    case: tuple[str, int, Shape],
+    arms: list[str],
+    run: Run,
+    driver: MemoryDriver | None,
+) -> list[Row]:
+    """The rows of one shape, printed as they come."""
+    model, tp, shape = case
+    cuda = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if cuda else "cpu"), DTYPES[arguments.dtype]
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
+    layers = layers_beyond_cache(shape, cache, dtype.itemsize)
+    rows: list[Row] = []
+    resident: dict[tuple[str, int], float] = {}
+    if driver is None:
+        weights, paged = make_weights(shape, layers, device, dtype), None
+    else:
+        staging = arguments.staging or max(*(arguments.host or ()), 1, 1)
+        paged = PagedWeights(driver, shape, layers, device, dtype, arguments.staged, staging)
+    for placement in placements(arguments):
+        if paged is not None:
+            weights = paged.place(placement)
+        for tokens in arguments.tokens:
+            point = Point(model, arguments.dtype, tp, tokens, arguments.routing, shape, placement)
+            new = measure(point, weights, arms, run, resident)
+            rows += new
+            print("\n".join(map(line, new)), flush=True)
+    del weights
+    gc.collect()
+    if paged is not None:
+        paged.close()
+    if cuda:
+        torch.cuda.empty_cache()
+    return rows
 
 
 def main() -> None:
-    arguments = parse()
+    parser = parse()
+    arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     if not cuda:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise SystemExit("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels at tiny sizes")
         print("interpreted on a CPU: the times below mean nothing", file=sys.stderr)
-    limits = ceilings(device)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
-    arms, rows = available(arguments.arm), []
-    for model in arguments.model:
-        for tp in arguments.tp:
-            shape = MODELS[model].shard(tp)
-            weights = make_weights(shape, layers_beyond_cache(shape, cache), device)
-            for tokens in arguments.tokens:
-                point = Point(model, tp, tokens, arguments.routing, shape)
-                repetitions = arguments.repetitions if cuda else 1
-                new = measure(point, weights, arms, limits, repetitions, not arguments.no_check)
-                rows += new
-                print("\n".join(map(line, new)), flush=True)
-            del weights
+    paged = bool(arguments.host is not None or arguments.peer or arguments.staged)
+    try:
+        cases = shapes(arguments)
+        for option, module in (("nvtx", "nvtx"), ("plot", "matplotlib")):
+            if getattr(arguments, option) and importlib.util.find_spec(module) is None:
+                raise ValueError(f"--{option}: needs the package {module}; pip install {module}")
+        driver = open_driver(arguments) if paged else None
+    except (ValueError, ConfigError) as error:
+        parser.error(str(error))
+    if arguments.nvtx:
+        ranges.install(importlib.import_module("nvtx").annotate)
+    device = torch.device("cuda" if cuda else "cpu")
+    links: dict[str, LinkRates] = {}
+    if driver is not None and cuda:
+        away = {Tier.HOST: bool(arguments.host or arguments.staged), Tier.PEER: bool(arguments.peer)}
+        links = {tier.value: link_rates(driver, tier, device) for tier, used in away.items() if used}
+    run = Run(
+        ceilings(device),
+        links,
+        arguments.repetitions if cuda else 1,
+        not arguments.no_check,
+        arguments.sweep_seconds,
+    )
+    arms, rows = available(arguments, paged), []
+    for case in cases:
+        rows += run_shape(arguments, case, arms, run, driver)
+    if driver is not None:
+        driver.close()
+    print("\n".join(summary(rows)), flush=True)
+    record = report(rows, run.limits, links, arguments.commit or git_commit())
     if arguments.json:
-        commit = arguments.commit or git_commit()
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(rows, limits, commit), indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        importlib.import_module("moe_plot").save(record, arguments.plot)
 
 
 if __name__ == "__main__":

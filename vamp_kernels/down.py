@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from vamp_kernels.launch import GemmLaunch
-from vamp_kernels.operands import interpreted, weight_operand
-from vamp_kernels.route import Routing
+from vamp_kernels.launch import SCALE_BLOCK, GemmLaunch, SpecialisedLaunch
+from vamp_kernels.operands import gemm_launch, load_rows, load_weight, product, scaled_product, zeros
+from vamp_kernels.quantize import dequantize_torch, quantize_torch
+from vamp_kernels.ranges import ranged
+from vamp_kernels.tiles import Routing, load_tile, tile_share
+
+_GROUP = tl.constexpr(SCALE_BLOCK)
 
 
 @triton.jit
-def _down_block(
-    act_at,
-    w2,
-    w_at,
-    w_stride_row,
-    partial_at,
-    live,
-    scale,
-    slot,
-    n0,
-    hidden,
-    intermediate,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    TMA: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    k = tl.arange(0, BLOCK_K)
-    columns = n0 + tl.arange(0, BLOCK_N)
-    if not TMA:
-        w_at += tl.minimum(columns, hidden - 1)[:, None] * w_stride_row
-    y = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in tl.range(0, intermediate, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(act_at + k0, mask=live[:, None], other=0.0)
-        else:
-            a = tl.load(act_at + k0, mask=live[:, None] & (k0 + k < intermediate)[None, :], other=0.0)
-        if TMA:
-            w = w2.load([slot, n0, k0]).reshape(BLOCK_N, BLOCK_K)
-        elif EVEN_K:
-            w = tl.load(w_at + k0)
-        else:
-            w = tl.load(w_at + k0, mask=(k0 + k < intermediate)[None, :], other=0.0)
-        if INTERPRET:  # the interpreter's bf16 dot is wrong
-            a = a.to(tl.float32)
-            w = w.to(tl.float32)
-        y = tl.dot(w, a.T, y) if SWAP_AB else tl.dot(a, w.T, y)
+def _store_block(y, scale, partial_at, live, columns, hidden, SWAP_AB: tl.constexpr):
     if SWAP_AB:
         y = y.T
     y = (y * scale[:, None]).to(partial_at.dtype.element_ty)
@@ -62,16 +25,8 @@ def _down_block(
 
 @triton.jit
 def _down_tile(
-    act,  # [pairs, I], in the order of `pairs`
-    w2,  # a pointer, or with TMA a descriptor of [S, H, I]
-    w_stride_slot,
-    w_stride_row,
-    partial,  # [pairs, H], in the order of the tokens
-    router_weights,
-    pairs,
-    slot,
-    first,
-    end,
+    operands,
+    tile,
     n0,
     hidden,
     intermediate,
@@ -79,13 +34,16 @@ def _down_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    KEEP_ROWS: tl.constexpr,  # which one step along the reduction covers
     EVEN_K: tl.constexpr,
     SWAP_AB: tl.constexpr,
     TMA: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """SPAN blocks of columns from ``n0`` for the rows of ``tile``; ``operands`` are those of the kernel."""
+    act, w2, w_stride_slot, w_stride_row, partial, act_scale, w_scale, router_weights, pairs = operands
+    slot, expert, first, end = tile
     row = first + tl.arange(0, BLOCK_M)
     live = row < end
     pair = tl.load(pairs + row, mask=live, other=0)
@@ -94,84 +52,55 @@ def _down_tile(
     else:
         scale = tl.load(router_weights + pair, mask=live, other=0.0).to(tl.float32)
     k = tl.arange(0, BLOCK_K)
-    n = tl.arange(0, BLOCK_N)
     act_at = act + row.to(tl.int64)[:, None] * intermediate + k[None, :]
     partial_at = partial + pair.to(tl.int64)[:, None] * hidden
+    groups = intermediate // _GROUP
     w_at = w2 if TMA else w2 + slot.to(tl.int64) * w_stride_slot + k[None, :]
 
-    if WHOLE_K and SPAN > 1:  # one step along the reduction: the pipelined loop is the one over columns
-        if EVEN_K:
-            a = tl.load(act_at, mask=live[:, None], other=0.0)
+    if KEEP_ROWS:
+        a = load_rows(act_at, live, k, intermediate, EVEN_K)
+        if w_scale is not None:
+            scale *= tl.load(act_scale + row * groups, mask=live, other=0.0)
+    # Flattened, so that a block's first loads run ahead while the one before it is stored.
+    for step in tl.range(0, SPAN, flatten=SPAN > 1 and not KEEP_ROWS):
+        at = n0 + step * BLOCK_N
+        columns = at + tl.arange(0, BLOCK_N)
+        block_at = w_at
+        if not TMA:
+            block_at += tl.minimum(columns, hidden - 1)[:, None] * w_stride_row
+        if w_scale is not None:
+            row_block = expert * (hidden // _GROUP) + tl.minimum(at, hidden - 1) // _GROUP
+            w_scale_at = w_scale + row_block * groups
+        y = zeros(BLOCK_M, BLOCK_N, SWAP_AB)
+        if KEEP_ROWS:
+            w = load_weight(w2, block_at, slot, at, 0, k, intermediate, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+            y = product(a, w, y, SWAP_AB, INTERPRET)
+            block_scale = scale
+            if w_scale is not None:
+                block_scale *= tl.load(w_scale_at)
+            _store_block(y, block_scale, partial_at, live, columns, hidden, SWAP_AB)
         else:
-            a = tl.load(act_at, mask=live[:, None] & (k < intermediate)[None, :], other=0.0)
-        if INTERPRET:  # the interpreter's bf16 dot is wrong
-            a = a.to(tl.float32)
-        for step in tl.range(0, SPAN):
-            columns = n0 + step * BLOCK_N + n
-            if TMA:
-                w = w2.load([slot, n0 + step * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_K)
-            elif EVEN_K:
-                w = tl.load(w_at + tl.minimum(columns, hidden - 1)[:, None] * w_stride_row)
-            else:
-                at = w_at + tl.minimum(columns, hidden - 1)[:, None] * w_stride_row
-                w = tl.load(at, mask=(k < intermediate)[None, :], other=0.0)
-            if INTERPRET:
-                w = w.to(tl.float32)
-            y = tl.dot(w, a.T).T if SWAP_AB else tl.dot(a, w.T)
-            y = (y * scale[:, None]).to(partial.dtype.element_ty)
-            tl.store(partial_at + columns[None, :], y, mask=live[:, None] & (columns < hidden)[None, :])
-    elif SPAN > 1:  # flattened, so that a block's first loads run ahead while the one before it is stored
-        for step in tl.range(0, SPAN, flatten=True):
-            _down_block(
-                act_at,
-                w2,
-                w_at,
-                w_stride_row,
-                partial_at,
-                live,
-                scale,
-                slot,
-                n0 + step * BLOCK_N,
-                hidden,
-                intermediate,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                EVEN_K,
-                SWAP_AB,
-                TMA,
-                INTERPRET,
-            )
-    else:
-        _down_block(
-            act_at,
-            w2,
-            w_at,
-            w_stride_row,
-            partial_at,
-            live,
-            scale,
-            slot,
-            n0,
-            hidden,
-            intermediate,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            EVEN_K,
-            SWAP_AB,
-            TMA,
-            INTERPRET,
-        )
+            for k0 in tl.range(0, intermediate, BLOCK_K):
+                a = load_rows(act_at + k0, live, k0 + k, intermediate, EVEN_K)
+                w = load_weight(w2, block_at, slot, at, k0, k, intermediate, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+                if w_scale is None:
+                    y = product(a, w, y, SWAP_AB, INTERPRET)
+                else:
+                    group = k0 // _GROUP
+                    a_scale = tl.load(act_scale + row * groups + group, mask=live, other=0.0)
+                    y = scaled_product(a, w, y, a_scale, tl.load(w_scale_at + group), SWAP_AB, INTERPRET)
+            _store_block(y, scale, partial_at, live, columns, hidden, SWAP_AB)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def _down_kernel(
-    act,
-    w2,
+    act,  # [pairs, I], in the order of `pairs`
+    w2,  # a pointer, or with TMA a descriptor of [S, H, I]
     w_stride_slot,
     w_stride_row,
-    partial,
+    partial,  # [pairs, H], in the order of the tokens
+    act_scale,  # scales of fp8 operands, else None
+    w_scale,
     router_weights,
     pairs,
     tiles,
@@ -181,128 +110,138 @@ def _down_kernel(
     intermediate,
     BLOCK_M: tl.constexpr,
     SMALL_M: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile, BLOCK_M rows each
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    KEEP_ROWS: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAP_AB: tl.constexpr,
     TMA: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
+    BY_TIER: tl.constexpr,
+    HOST_PROGRAMS: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
-    blocks = tl.cdiv(hidden, BLOCK_N * SPAN)
-    tile = tl.program_id(0) // blocks
-    if tile >= tl.load(tile_count):
-        return
-    n0 = (tl.program_id(0) % blocks) * BLOCK_N * SPAN
-    slot = tl.load(tiles + tile)
-    first = tl.load(tiles + 2 * max_tiles + tile)
-    end = tl.load(tiles + 3 * max_tiles + tile)
-    if SMALL_M > 0 and end - first <= SMALL_M:
-        _down_tile(
-            act,
-            w2,
-            w_stride_slot,
-            w_stride_row,
-            partial,
-            router_weights,
-            pairs,
-            slot,
-            first,
-            end,
-            n0,
-            hidden,
-            intermediate,
-            SMALL_M,
-            BLOCK_N,
-            BLOCK_K,
-            SPAN,
-            WHOLE_K,
-            EVEN_K,
-            SWAP_AB,
-            TMA,
-            WEIGHT_ON_INPUT,
-            INTERPRET,
-        )
+    operands = (act, w2, w_stride_slot, w_stride_row, partial, act_scale, w_scale, router_weights, pairs)
+    columns = tl.cdiv(hidden, BLOCK_N * SPAN)
+    blocks = columns * PARTS
+    if STAGED or HOST_PROGRAMS > 0:
+        first_item, step, items = tile_share(tile_count, blocks, HOST_PROGRAMS, STAGED)
     else:
-        _down_tile(
-            act,
-            w2,
-            w_stride_slot,
-            w_stride_row,
-            partial,
-            router_weights,
-            pairs,
-            slot,
-            first,
-            end,
-            n0,
-            hidden,
-            intermediate,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SPAN,
-            WHOLE_K,
-            EVEN_K,
-            SWAP_AB,
-            TMA,
-            WEIGHT_ON_INPUT,
-            INTERPRET,
-        )
+        first_item, step, items = tl.program_id(0), 1, 1
+        if first_item // blocks >= tl.load(tile_count + (1 if BY_TIER else 0)):
+            return
+    for i in tl.range(0, items, disable_licm=True):
+        item = first_item + i * step
+        n0 = (item // PARTS % columns) * BLOCK_N * SPAN
+        slot, expert, first, end = load_tile(tiles, max_tiles, item // blocks)
+        if PARTS > 1:
+            first += item % PARTS * BLOCK_M
+            end = tl.minimum(end, first + BLOCK_M)
+        tile = (slot, expert, first, end)
+        if PARTS == 1 or first < end:
+            if SMALL_M > 0 and end - first <= SMALL_M:
+                _down_tile(
+                    operands,
+                    tile,
+                    n0,
+                    hidden,
+                    intermediate,
+                    SMALL_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    SPAN,
+                    KEEP_ROWS,
+                    EVEN_K,
+                    SWAP_AB,
+                    TMA,
+                    WEIGHT_ON_INPUT,
+                    INTERPRET,
+                )
+            else:
+                _down_tile(
+                    operands,
+                    tile,
+                    n0,
+                    hidden,
+                    intermediate,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    SPAN,
+                    KEEP_ROWS,
+                    EVEN_K,
+                    SWAP_AB,
+                    TMA,
+                    WEIGHT_ON_INPUT,
+                    INTERPRET,
+                )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@ranged("down")
 def down(
     act: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     routing: Routing,
     partial: torch.Tensor,
-    launch: GemmLaunch,
+    launch: GemmLaunch | SpecialisedLaunch,
     weight_on_input: bool = False,
     dependent_launch: bool = False,
+    act_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    staged: bool = False,
 ) -> None:
-    """Write the rows of ``partial`` (``[M * K, H]``) whose pair is not padding, times their router weight."""
+    """Write the rows of ``partial`` (``[M * K, H]``) whose pair is not padding, times their router weight.
+
+    With ``staged``, those of staged experts; otherwise all others. For fp8 both scales are given. ``block_m``
+    of the launch divides that of the routing.
+    """
+    if isinstance(launch, SpecialisedLaunch):
+        from vamp_kernels.down_ws import down_ws
+
+        return down_ws(act, w2, topk_weights, routing, partial, launch, weight_on_input, staged)
     hidden, intermediate = partial.shape[1], act.shape[1]
-    limit = routing.tiles.shape[1]
-    operand: Any = weight_operand(w2, launch)
-    _down_kernel[(limit * triton.cdiv(hidden, launch.block_n * launch.span),)](
+    # Little is staged, and waited for at the end: more programs then, which keep rows where others do.
+    span, parts = 1 if staged else launch.span, routing.block_m // launch.block_m
+    blocks = triton.cdiv(hidden, launch.block_n * span) * parts
+    operand, programs, flags = gemm_launch(
+        w2, routing, launch, blocks, launch.block_n, weight_on_input, dependent_launch, staged
+    )
+    _down_kernel[(programs,)](
         act,
         operand,
         w2.stride(0),
         w2.stride(1),
         partial,
+        act_scale,
+        w2_scale,
         topk_weights,
         routing.pairs,
         routing.tiles,
         routing.tile_count,
-        limit,
+        routing.tiles.shape[1],
         hidden,
         intermediate,
-        BLOCK_M=launch.block_m,
-        SMALL_M=launch.small_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
-        SPAN=launch.span,
-        WHOLE_K=launch.block_k >= intermediate,
-        EVEN_K=intermediate % launch.block_k == 0,
-        SWAP_AB=launch.swap_ab,
-        TMA=operand is not w2,
-        WEIGHT_ON_INPUT=weight_on_input,
-        INTERPRET=interpreted(),
-        PDL=dependent_launch,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        launch_pdl=dependent_launch,
+        PARTS=parts,
+        SPAN=span,
+        KEEP_ROWS=launch.span > 1 and launch.block_k >= intermediate,
+        **flags,
     )
 
 
-def down_torch(act: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """``[R, H]`` float32 for rows ``act`` (``[R, I]``) of one expert's ``w2`` (``[H, I]``)."""
-    return act.float() @ w2.float().T
+def down_torch(act: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """``[R, H]`` float32 for rows ``act`` (``[R, I]``) of one expert's ``w2`` (``[H, I]``).
+
+    With scales (``[H / 128, I / 128]``), ``act`` is quantised first.
+    """
+    if w2_scale is None:
+        return act.float() @ w2.float().T
+    return dequantize_torch(*quantize_torch(act)) @ dequantize_torch(w2, w2_scale).T

@@ -7,67 +7,43 @@ ids, a second launch adds up the blocks, and a third puts every pair into its pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vamp_kernels.launch import power_of_two
+from vamp_kernels.ranges import ranged
+from vamp_kernels.tiles import Routing, max_tiles, write_tiles
 from vamp_kernels.workspace import Workspace
 
 ONE_LAUNCH_PAIRS = 1280
 BLOCK_PAIRS = 256
 
 
-@triton.jit
-def _write_tiles(
-    tiles,
-    tile_count,
-    slot_table,
-    counts,
-    experts,
-    max_tiles,
-    BLOCK_M: tl.constexpr,
-    BINS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-):
-    """The tile table from the pairs of every expert, one program writing it all."""
-    bins = tl.arange(0, BINS)
-    needed = (counts + BLOCK_M - 1) // BLOCK_M
-    first_tile = tl.cumsum(needed, 0) - needed
-    first_row = tl.cumsum(counts, 0) - counts
-    slot = bins
-    if HAS_SLOTS:
-        slot = tl.load(slot_table + bins, mask=bins < experts, other=0).to(tl.int32)
-    for i in range(0, tl.max(needed, 0)):
-        at = tiles + first_tile + i
-        row = first_row + i * BLOCK_M
-        tl.store(at, slot, mask=i < needed)
-        tl.store(at + max_tiles, bins, mask=i < needed)
-        tl.store(at + 2 * max_tiles, row, mask=i < needed)
-        tl.store(at + 3 * max_tiles, tl.minimum(row + BLOCK_M, first_row + counts), mask=i < needed)
-    tl.store(tile_count, tl.sum(needed, 0))
-
-
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "staging", "max_tiles"])
 def _route_by_expert_kernel(
     ids,
     slot_table,
+    host_experts,
+    staging_slots,
     pairs,
     tiles,
     tile_count,
+    copies,
+    copy_count,
     hits,
     expert_counts,
     arrivals,
     num_pairs,
     experts,
+    staging,
     max_tiles,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_HITS: tl.constexpr,
+    STAGE_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -86,7 +62,7 @@ def _route_by_expert_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
     if count > 0:
-        if HAS_HITS:
+        if hits is not None:
             tl.store(hits + expert, tl.load(hits + expert) + count)
         row = tl.sum(lower, 0)
         for start in range(0, num_pairs, CHUNK):
@@ -99,7 +75,9 @@ def _route_by_expert_kernel(
         tl.store(arrivals, 0)
         bins = tl.arange(0, BINS)
         counts = tl.load(expert_counts + bins, mask=bins < experts, other=0, volatile=True)
-        _write_tiles(tiles, tile_count, slot_table, counts, experts, max_tiles, BLOCK_M, BINS, HAS_SLOTS)
+        table = (tiles, tile_count, copies, copy_count)
+        places = (slot_table, host_experts, staging_slots)
+        write_tiles(table, places, counts, experts, staging, max_tiles, BLOCK_M, BINS, STAGE_ALL)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -156,25 +134,29 @@ def _scan_kernel(
     tl.store(expert_counts + column, total)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "staging", "max_tiles"])
 def _scatter_kernel(
     ids,
     slot_table,
+    host_experts,
+    staging_slots,
     ranks,
     earlier,
     expert_counts,
     pairs,
     tiles,
     tile_count,
+    copies,
+    copy_count,
     hits,
     num_pairs,
     experts,
+    staging,
     max_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_HITS: tl.constexpr,
+    STAGE_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -184,8 +166,10 @@ def _scatter_kernel(
     bins = tl.arange(0, BINS)
     counts = tl.load(expert_counts + bins)
     if block == tl.num_programs(0) - 1:  # one program more than there are blocks of pairs
-        _write_tiles(tiles, tile_count, slot_table, counts, experts, max_tiles, BLOCK_M, BINS, HAS_SLOTS)
-        if HAS_HITS:
+        table = (tiles, tile_count, copies, copy_count)
+        places = (slot_table, host_experts, staging_slots)
+        write_tiles(table, places, counts, experts, staging, max_tiles, BLOCK_M, BINS, STAGE_ALL)
+        if hits is not None:
             hit = bins < experts
             tl.store(hits + bins, tl.load(hits + bins, mask=hit, other=0) + counts, mask=hit)
     else:
@@ -198,29 +182,7 @@ def _scatter_kernel(
         tl.store(pairs + row, at, mask=mine >= 0)
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Pairs by expert and the tiles over them.
-
-    Attributes:
-        pairs: ``[M * K]`` int32, the pairs ``token * K + choice`` by expert; padding pairs are left out, so
-            the end of it is undefined.
-        tiles: ``[4, T]`` int32: slot, expert, first row and end row of each tile, rows indexing ``pairs``.
-        tile_count: ``[1]`` int32, how many tiles there are; the rest of ``tiles`` is undefined.
-        block_m: most rows of a tile.
-    """
-
-    pairs: torch.Tensor
-    tiles: torch.Tensor
-    tile_count: torch.Tensor
-    block_m: int
-
-
-def max_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """The most tiles that ``pairs`` pairs can need, however they are routed."""
-    return (pairs + min(pairs, experts) * (block_m - 1)) // block_m
-
-
+@ranged("route")
 def route(
     topk_ids: torch.Tensor,
     experts: int,
@@ -229,6 +191,9 @@ def route(
     slot_table: torch.Tensor | None = None,
     hits: torch.Tensor | None = None,
     dependent_launch: bool = False,
+    host_experts: torch.Tensor | None = None,
+    staging_slots: torch.Tensor | None = None,
+    stage_all: bool = False,
 ) -> Routing:
     """Group ``topk_ids`` (``[M, K]``, int32 or int64, contiguous, -1 is padding) by expert; no host sync.
 
@@ -236,18 +201,27 @@ def route(
         experts: number of experts, at most 1024.
         slot_table: ``[E]``, int32 or int64, the slot to put into the tiles; None means the expert's id.
         hits: ``[E]``, int32 or int64; the number of pairs of each expert is added to it.
+        host_experts: ``[E]`` bool, experts whose slot lies in host memory; None means none, and not to sort
+            the tiles by tier.
+        staging_slots: ``[C]`` int32, slots that the first C host-backed experts of more than one tile, by id,
+            are to be copied to and read from; only with ``host_experts``.
+        stage_all: those of one tile as well, and the launches are without programs that share host tiles.
     """
     num_pairs = topk_ids.numel()
+    staging = 0 if staging_slots is None else staging_slots.numel()
+    copies = copy_count = None
+    if staging_slots is not None:
+        copies = workspace.take("copies", (2, staging), torch.int32)
+        copy_count = workspace.take("copy_count", (1,), torch.int32)
     bins, limit = power_of_two(experts), max_tiles(num_pairs, experts, block_m)
     pairs = workspace.take("pairs", (num_pairs,), torch.int32)
     tiles = workspace.take("tiles", (4, limit), torch.int32)
-    tile_count = workspace.take("tile_count", (1,), torch.int32)
+    tile_count = workspace.take("tile_count", (1 if host_experts is None else 3,), torch.int32)
     expert_counts = workspace.take("expert_counts", (bins,), torch.int32)
     flags = {
         "BLOCK_M": block_m,
         "BINS": bins,
-        "HAS_SLOTS": slot_table is not None,
-        "HAS_HITS": hits is not None,
+        "STAGE_ALL": stage_all,
         "PDL": dependent_launch,
         "launch_pdl": dependent_launch,
     }
@@ -256,19 +230,24 @@ def route(
         _route_by_expert_kernel[(experts,)](
             topk_ids,
             slot_table,
+            host_experts,
+            staging_slots,
             pairs,
             tiles,
             tile_count,
+            copies,
+            copy_count,
             hits,
             expert_counts,
             workspace.counter("arrivals"),
             num_pairs,
             experts,
+            staging,
             limit,
             CHUNK=chunk,
             **flags,
         )
-        return Routing(pairs, tiles, tile_count, block_m)
+        return Routing(pairs, tiles, tile_count, block_m, copies, copy_count, stage_all)
     blocks = triton.cdiv(num_pairs, BLOCK_PAIRS)
     ranks = workspace.take("ranks", (num_pairs,), torch.int32)
     block_counts = workspace.take("block_counts", (blocks, bins), torch.int32)
@@ -283,35 +262,73 @@ def route(
     _scatter_kernel[(blocks + 1,)](
         topk_ids,
         slot_table,
+        host_experts,
+        staging_slots,
         ranks,
         block_counts,
         expert_counts,
         pairs,
         tiles,
         tile_count,
+        copies,
+        copy_count,
         hits,
         num_pairs,
         experts,
+        staging,
         limit,
         BLOCK=BLOCK_PAIRS,
         num_warps=4,
         **flags,
     )
-    return Routing(pairs, tiles, tile_count, block_m)
+    return Routing(pairs, tiles, tile_count, block_m, copies, copy_count, stage_all)
+
+
+class RoutingLists(NamedTuple):
+    """What ``route_torch`` returns.
+
+    Attributes:
+        tiles: slot, expert, first row and end row of each.
+        tile_count: as in ``Routing``.
+        copies: slots to copy from and to.
+    """
+
+    pairs: list[int]
+    tiles: list[tuple[int, int, int, int]]
+    hits: list[int]
+    tile_count: list[int]
+    copies: list[tuple[int, int]]
 
 
 def route_torch(
-    topk_ids: torch.Tensor, experts: int, block_m: int, slot_table: torch.Tensor | None = None
-) -> tuple[list[int], list[tuple[int, int, int, int]], list[int]]:
-    """The same on the host: pairs by expert, tiles as (slot, expert, first row, end row), hits per expert."""
+    topk_ids: torch.Tensor,
+    experts: int,
+    block_m: int,
+    slot_table: torch.Tensor | None = None,
+    host_experts: torch.Tensor | None = None,
+    staging_slots: torch.Tensor | None = None,
+    stage_all: bool = False,
+) -> RoutingLists:
+    """The same on the host."""
     flat = topk_ids.flatten().tolist()
+    slots = list(range(experts)) if slot_table is None else slot_table.tolist()
+    free = [] if staging_slots is None else staging_slots.tolist()
     pairs: list[int] = []
-    tiles, hits = [], []
+    hits, copies = [], []
+    tiers: tuple[list[tuple[int, int, int, int]], ...] = ([], [], [])  # host memory, resident, staged
     for expert in range(experts):
         mine = [pair for pair, chosen in enumerate(flat) if chosen == expert]
-        slot = expert if slot_table is None else int(slot_table[expert])
+        slot, tier = slots[expert], 1
+        if host_experts is not None and host_experts[expert]:
+            tier = 2 if len(mine) > (0 if stage_all else block_m) and free else 0
+        if tier == 2:
+            copies.append((slot, free.pop(0)))
+            slot = copies[-1][1]
         end = len(pairs) + len(mine)
-        tiles += [(slot, expert, row, min(row + block_m, end)) for row in range(len(pairs), end, block_m)]
+        rows = range(len(pairs), end, block_m)
+        tiers[tier].extend((slot, expert, row, min(row + block_m, end)) for row in rows)
         pairs += mine
         hits.append(len(mine))
-    return pairs, tiles, hits
+    ends = [len(tiers[0]), len(tiers[0]) + len(tiers[1]), sum(map(len, tiers))]
+    tiles = [tile for tier_tiles in tiers for tile in tier_tiles]
+    return RoutingLists(pairs, tiles, hits, ends[2:] if host_experts is None else ends, copies)

@@ -12,13 +12,15 @@ class Workspace:
 
     A tensor that has to grow is replaced, but the old one stays alive: a captured CUDA graph may still write
     to it. To hold each only once, make the first call with the largest number of tokens. Its content means
-    nothing between calls, but for counters. Calls that share a workspace must run in one stream's order.
+    nothing between calls, but for counters. Calls that share a workspace must run in one stream's order; the
+    streams of the workspace are joined to it before a call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._counters: dict[str, torch.Tensor] = {}
         self._tensors: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        self._streams: list[torch.cuda.Stream] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of ``shape``, uninitialised, the same memory for the same name and dtype."""
@@ -33,6 +35,17 @@ class Workspace:
         if name not in self._counters:
             self._counters[name] = torch.zeros(1, dtype=torch.int32, device=self.device)
         return self._counters[name]
+
+    def side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | tuple[None, None]:
+        """Two streams whose kernels go before others that wait for a processor; None on a CPU."""
+        if self.device.type != "cuda":
+            return None, None
+        if not self._streams:
+            self._streams = [
+                torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            ]
+        return self._streams[0], self._streams[1]
 
     def tensors(self) -> list[torch.Tensor]:
         """All scratch held; counters are not scratch."""

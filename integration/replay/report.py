@@ -92,7 +92,7 @@ def summary(comparison: Comparison) -> list[str]:
         f"{counted(config.concurrency, 'session')} in flight, max_num_seqs {config.max_num_seqs}",
         f"{config.kv_cache_bytes / 2**20:.1f} MiB for the KV cache beside the same experts in every arm but "
         "upper_bound; VAMP keeps a part of it in reserve, outside its pool, until it is needed",
-        f"first {config.warmup_turns} turns of each session are left out of the figures"
+        f"first {counted(config.warmup_turns, 'turn')} of each session left out of the figures"
         if config.warmup_turns
         else "all turns are in the figures",
         "prompts are made-up tokens that share prefixes where the recorded ones did",

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import moe_fp8
 
 from vamp_kernels.fused_moe import fused_moe_torch
+
+pytest.importorskip("triton")  # which the files of the kernels import, where the parts of the reference are
 
 
 @dataclass(frozen=True)
@@ -170,3 +173,54 @@ def test_an_argument_that_does_not_fit_is_named(name: str, change: Any) -> None:
     blamed = "topk_ids" if name == "slot_table" and a[name].numel() == 1 else name
     with pytest.raises(ValueError, match=f"^{blamed} "):
         fused_moe_torch(**a)
+
+
+FP8 = Case(tokens=7, experts=4, top_k=2, hidden=384, intermediate=256, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight on output", "weight on input"])
+def test_fp8_is_the_product_of_dequantised_values(on_input: bool) -> None:
+    a = moe_fp8.to_fp8(make(FP8))
+    a["hidden_states"][2, :128] = 0
+    got, want = fused_moe_torch(**a, apply_router_weight_on_input=on_input), moe_fp8.exact(a, on_input)
+    error = (got.double() - want) / want.square().mean().sqrt()
+    assert error.square().mean().sqrt() < 4e-3 and error.abs().max() < 4e-2
+    scaled = fused_moe_torch(**{**a, "w2_scale": a["w2_scale"] * 2}, apply_router_weight_on_input=on_input)
+    assert torch.equal(scaled, got * 2)
+
+
+def test_fp8_scales_stay_with_the_expert_when_its_slot_changes() -> None:
+    a = moe_fp8.to_fp8(make(FP8))
+    order = torch.tensor([2, 0, 3, 1])
+    moved = {**a, "w13": a["w13"][order], "w2": a["w2"][order], "slot_table": order.argsort()}
+    assert torch.equal(fused_moe_torch(**moved), fused_moe_torch(**a))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        bad("w13_scale", lambda t: None),
+        bad("w13_scale", lambda t: t[:, 1:]),
+        bad("w13_scale", lambda t: t[1:]),
+        bad("w13_scale", lambda t: t.double()),
+        bad("w2_scale", lambda t: None),
+        bad("w2_scale", lambda t: t.transpose(1, 2)),
+        bad("w2_scale", lambda t: t.bfloat16()),
+        bad("w13", lambda t: t.bfloat16()),
+        bad("w2", lambda t: t.to(torch.float8_e5m2)),
+    ],
+)
+def test_an_fp8_argument_that_does_not_fit_is_named(name: str, change: Any) -> None:
+    a = moe_fp8.to_fp8(make(FP8))
+    a[name] = change(a[name])
+    with pytest.raises(ValueError, match=f"^{name} "):
+        fused_moe_torch(**a)
+
+
+def test_fp8_sizes_must_be_whole_blocks() -> None:
+    a = moe_fp8.to_fp8(make(FP8))
+    a["w13"], a["w2"] = a["w13"][:, :-128], a["w2"][..., :-64]
+    with pytest.raises(ValueError, match=r"^w13 .* multiples of 128"):
+        fused_moe_torch(**a)
+    with pytest.raises(ValueError, match=r"^w13 .* expected torch.bfloat16"):
+        fused_moe_torch(**{**a, "w13_scale": None, "w2_scale": None})

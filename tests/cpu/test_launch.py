@@ -1,12 +1,27 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vamp_kernels.launch import DeviceLimits, GemmLaunch, GemvLaunch, MoeLaunch, choose_launch, fit
+from vamp_kernels.arguments import MoeArguments, specialised_misfit
+from vamp_kernels.fused_moe import fused_moe
+from vamp_kernels.launch import (
+    DeviceLimits,
+    GemmLaunch,
+    GemvLaunch,
+    MoeLaunch,
+    SpecialisedLaunch,
+    check_launch,
+    check_specialised,
+    choose_launch,
+    fit,
+)
 
 DEVICES = {
-    "H100, H200": DeviceLimits(232448, 132, (9, 0)),
+    "H100, H200": DeviceLimits(232448, 132, (9, 0), specialised=True),
+    "H200, older Triton": DeviceLimits(232448, 132, (9, 0)),
     "A100": DeviceLimits(166912, 108, (8, 0)),
     "L40S": DeviceLimits(101376, 142, (8, 9)),
     "B200": DeviceLimits(232448, 148, (10, 0)),
@@ -22,8 +37,16 @@ SHAPES = {
 }
 
 
-def choose(tokens: int, shape: tuple[int, int, int, int], limits: DeviceLimits) -> MoeLaunch:
-    return choose_launch(tokens, *shape, torch.bfloat16, limits)
+FP8 = torch.float8_e4m3fn
+
+
+def choose(
+    tokens: int,
+    shape: tuple[int, int, int, int],
+    limits: DeviceLimits,
+    dtype: torch.dtype = torch.bfloat16,
+) -> MoeLaunch:
+    return choose_launch(tokens, *shape, dtype, limits)
 
 
 @pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES.keys())
@@ -36,20 +59,104 @@ def test_launches_fit_the_device(shape: tuple[int, int, int, int], limits: Devic
         if isinstance(launch.gate_up, GemvLaunch):
             assert isinstance(launch.down, GemvLaunch)
             continue
-        assert isinstance(launch.down, GemmLaunch) and launch.gate_up.block_m == launch.down.block_m
+        assert not isinstance(launch.down, GemvLaunch)
+        check_launch(launch, torch.bfloat16)
+        check_specialised(launch, *shape[:2], limits)
         for gemm, rows in ((launch.gate_up, 2 * launch.gate_up.block_n), (launch.down, launch.down.block_n)):
             assert gemm.shared_bytes(rows, 2) <= limits.shared_bytes
-            assert gemm.tma == (limits.capability >= (9, 0))
-            assert gemm.small_m < gemm.block_m
+            if isinstance(gemm, GemmLaunch):
+                assert gemm.tma == (limits.capability >= (9, 0))
+                assert gemm.small_m < gemm.block_m
+
+
+@pytest.mark.parametrize("device", [name for name in DEVICES if name != "A100"])
+@pytest.mark.parametrize("shape", ["Qwen3-Next TP1", "Qwen3-Next TP4", "Qwen3-30B", "DeepSeek-V3", "Mixtral"])
+def test_fp8_launches_fit_the_device_and_the_blocks_of_scales(shape: str, device: str) -> None:
+    limits = DEVICES[device]
+    for tokens in [2**i for i in range(15)]:
+        launch = choose(tokens, SHAPES[shape], limits, FP8)
+        if isinstance(launch.gate_up, GemvLaunch):
+            assert isinstance(launch.down, GemvLaunch)
+            assert launch.gate_up.block_k % 128 == launch.down.block_k % 128 == 0
+            continue
+        assert isinstance(launch.down, GemmLaunch) and launch.gate_up.block_m % launch.down.block_m == 0
+        assert launch.gate_up.block_n == 128 and launch.down.block_n <= 128
+        for gemm, rows in ((launch.gate_up, 2 * launch.gate_up.block_n), (launch.down, launch.down.block_n)):
+            assert gemm.block_k == 128 and gemm.shared_bytes(rows, 1) <= limits.shared_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_fp8_needs_a_device_that_multiplies_it(tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"^w13 is torch.float8_e4m3fn, .* capability 8.0: fp8 needs 8.9"):
+        choose(tokens, SHAPES["Qwen3-Next TP1"], DEVICES["A100"], FP8)
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     heights = []
     for tokens in (16, 256, 1024, 2048, 8192):
-        gate_up = choose(tokens, SHAPES["Qwen3-Next TP1"], DEVICES["H100, H200"]).gate_up
+        gate_up = choose(tokens, SHAPES["Qwen3-Next TP1"], DEVICES["H200, older Triton"]).gate_up
         assert isinstance(gate_up, GemmLaunch)
         heights.append(gate_up.block_m)
     assert heights == [16, 16, 32, 64, 128]
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_down_multiplies_whole_tiles_or_parts_of_them(rows: int) -> None:
+    gemm = GemmLaunch(64, 128, 64, 4, 2)
+    launch = MoeLaunch(gemm, replace(gemm, block_m=rows))
+    if rows <= 64:
+        return check_launch(launch, torch.bfloat16)
+    with pytest.raises(
+        ValueError, match="launch has block_m 64 and 128, expected one that the second divides"
+    ):
+        check_launch(launch, torch.bfloat16)
+
+
+def test_specialised_down_multiplies_whole_tiles_only() -> None:
+    with pytest.raises(ValueError, match="launch has block_m 128 and 64, expected equal ones"):
+        check_launch(MoeLaunch(SpecialisedLaunch(128, 128, 4), SpecialisedLaunch(64, 128, 5)), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "up", "down"),
+    [
+        (2048, "Qwen3-Next TP1", GemmLaunch, GemmLaunch),
+        (4096, "Qwen3-Next TP1", SpecialisedLaunch, SpecialisedLaunch),
+        (4096, "Qwen3-Next TP4", SpecialisedLaunch, GemmLaunch),
+        (8192, "Qwen3-Next TP4", SpecialisedLaunch, SpecialisedLaunch),
+        (8192, "gpt-oss", GemmLaunch, GemmLaunch),
+        (8192, "all experts", GemmLaunch, GemmLaunch),
+    ],
+)
+def test_warps_specialise_for_many_rows_and_whole_blocks(
+    tokens: int, shape: str, up: type, down: type
+) -> None:
+    launch = choose(tokens, SHAPES[shape], DEVICES["H100, H200"])
+    assert (type(launch.gate_up), type(launch.down)) == (up, down)
+    assert choose(tokens, SHAPES[shape], DEVICES["H100, H200"], FP8).gate_up != launch.gate_up
+
+
+TALL = SpecialisedLaunch(192, 64, 5)
+
+
+@pytest.mark.parametrize(
+    ("launch", "device", "message"),
+    [
+        (MoeLaunch(TALL, TALL), "B200", "expected compute capability 9.0 and Triton 3.7"),
+        (MoeLaunch(TALL, TALL, True), "H100, H200", "specialised and dependent, expected one"),
+        (MoeLaunch(TALL, SpecialisedLaunch(64, 64, 5)), "H100, H200", "block_m 64, expected 128 or 192"),
+        (
+            MoeLaunch(TALL, SpecialisedLaunch(192, 96, 5)),
+            "H100, H200",
+            "block_n 96 .* divisors of 2048 and 512",
+        ),
+    ],
+)
+def test_a_specialised_launch_that_cannot_run_is_refused(
+    launch: MoeLaunch, device: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_specialised(launch, 2048, 512, DEVICES[device])
 
 
 def test_what_cannot_fit_is_refused() -> None:
@@ -57,3 +164,51 @@ def test_what_cannot_fit_is_refused() -> None:
     assert fit(gemm, 256, 2, DEVICES["A100"]).num_stages == 3
     with pytest.raises(ValueError, match="needs more than 1024 bytes of shared memory"):
         fit(gemm, 256, 2, DeviceLimits(1024, 1, (9, 0)))
+
+
+def arguments(**changes: torch.Tensor) -> MoeArguments:
+    tensors = {
+        "hidden_states": torch.zeros(3, 64, dtype=torch.bfloat16),
+        "w13": torch.zeros(2, 128, 64, dtype=torch.bfloat16),
+        "w2": torch.zeros(2, 64, 64, dtype=torch.bfloat16),
+        **changes,
+    }
+    ids = torch.zeros(3, 1, dtype=torch.int32)
+    out = torch.empty_like(tensors["hidden_states"])
+    return MoeArguments(
+        **tensors,
+        topk_weights=ids.float(),
+        topk_ids=ids,
+        slot_table=None,
+        out=out,
+        weight_on_input=False,
+        w13_scale=None,
+        w2_scale=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "what"),
+    [
+        ("hidden_states", torch.zeros(3, 72, dtype=torch.bfloat16)[:, :64], "multiples of 32"),
+        (
+            "hidden_states",
+            torch.empty_strided((3, 64), (1 << 30, 1), dtype=torch.bfloat16, device="meta"),
+            "spans",
+        ),
+        ("w13", torch.zeros(2, 128, 68, dtype=torch.bfloat16)[:, :, :64], "multiples of 16"),
+        ("w2", torch.zeros(2 * 64 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 64, 64), "multiples of 16"),
+    ],
+)
+def test_an_argument_that_keeps_warps_from_specialising_is_named(
+    name: str, tensor: torch.Tensor, what: str
+) -> None:
+    assert specialised_misfit(arguments()) == ""
+    misfit = specialised_misfit(arguments(**{name: tensor}))
+    assert misfit.startswith(f"{name} ") and what in misfit
+
+
+def test_a_device_without_specialised_kernels_refuses_their_launch() -> None:
+    a = arguments()
+    with pytest.raises(ValueError, match=r"^launch is specialised, expected compute capability 9.0"):
+        fused_moe(a.hidden_states, a.w13, a.w2, a.topk_weights, a.topk_ids, launch=MoeLaunch(TALL, TALL))

@@ -94,7 +94,7 @@ def test_recorded_rows_are_flat_and_carry_the_fixed_names(tmp_path: Path) -> Non
         assert not [v for v in recorded.values() if isinstance(v, dict | list)]
     assert result["rows"][1]["decisions_evict"] == 5
     assert result["device"] == "a <CPU>" and result["versions"]["vllm"] == "0.32.0"
-    assert "first 1 turns of each session are left out of the figures" in result["notes"]
+    assert "first 1 turn of each session left out of the figures" in result["notes"]
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
 
 
