@@ -22,21 +22,42 @@ class ExpertRecords:
     The ledger knows the pages of a group by ``Owner(EXPERT, layer, group)`` and those of a home by
     ``Owner(HOME, layer, slot)``; both lie part by part in address order.
 
+    Args:
+        lazily: reserve addresses only; ``back`` then puts pages behind one layer after the other.
+
     Raises:
         ConfigError: a tier has no room; nothing is left behind.
     """
 
-    def __init__(self, driver: MemoryDriver, ledger: PageLedger, geometry: SlabGeometry) -> None:
+    def __init__(
+        self, driver: MemoryDriver, ledger: PageLedger, geometry: SlabGeometry, lazily: bool = False
+    ) -> None:
         assert ledger.page_bytes == geometry.page_bytes
         self.driver = driver
         self.ledger = ledger
         self.geometry = geometry
         self._base: list[list[int]] = []
+        self._backed = 0
         if geometry.home_slots and Tier.HOST not in driver.tiers:
             raise ConfigError("max_offload_ratio: this machine cannot map host memory; 0 would work")
         with Transaction() as tx:
-            self._build(tx)
+            self._reserve(tx)
+            for layer in range(0 if lazily else geometry.layers):
+                self._back(tx, layer)
             tx.commit()
+        self._backed = 0 if lazily else geometry.layers
+
+    def back(self) -> None:
+        """Create and map the pages of the next layer.
+
+        Raises:
+            ConfigError: a tier has no room; the layers before keep their pages.
+        """
+        assert self._backed < self.geometry.layers
+        with Transaction() as tx:
+            self._back(tx, self._backed)
+            tx.commit()
+        self._backed += 1
 
     def address(self, layer: int, part: int, slot: int) -> int:
         return self._base[layer][part] + slot * self.geometry.part_bytes[part]
@@ -85,9 +106,10 @@ class ExpertRecords:
         """Unmap and release everything, whatever lies behind the own addresses now."""
         geometry = self.geometry
         for layer, part in self._layer_parts():
-            size = geometry.part_bytes[part]
-            self.driver.unmap(self.address(layer, part, 0), geometry.own_slots * size)
-            if geometry.home_slots:
+            size, backed = geometry.part_bytes[part], layer < self._backed
+            if backed:
+                self.driver.unmap(self.address(layer, part, 0), geometry.own_slots * size)
+            if backed and geometry.home_slots:
                 homes = geometry.home_slots * geometry.group * size
                 self.driver.unmap(self.address(layer, part, geometry.home_slot_base), homes)
             self.driver.free(self.address(layer, part, 0), geometry.reservation_bytes(part))
@@ -98,24 +120,24 @@ class ExpertRecords:
                 self.ledger.remove(handle)
                 self.driver.release(handle)
         self._base = []
+        self._backed = 0
 
-    def _build(self, tx: Transaction) -> None:
-        geometry = self.geometry
-        for _ in range(geometry.layers):
+    def _reserve(self, tx: Transaction) -> None:
+        for _ in range(self.geometry.layers):
             self._base.append([])
-            for part in range(geometry.parts):
-                nbytes = geometry.reservation_bytes(part)
+            for part in range(self.geometry.parts):
+                nbytes = self.geometry.reservation_bytes(part)
                 address = self.driver.reserve(nbytes)
                 tx.on_undo(partial(self.driver.free, address, nbytes))
                 self._base[-1].append(address)
-        for layer in range(geometry.layers):
-            for group in range(geometry.groups):
-                pages = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
-                self._map(tx, layer, group * geometry.group, pages)
-        for layer in range(geometry.layers):
-            for home in range(geometry.home_slots):
-                pages = self._create(tx, Tier.HOST, Owner(OwnerKind.HOME, layer, home))
-                self._map(tx, layer, self.home_alias(home), pages)
+
+    def _back(self, tx: Transaction, layer: int) -> None:
+        for group in range(self.geometry.groups):
+            pages = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
+            self._map(tx, layer, group * self.geometry.group, pages)
+        for home in range(self.geometry.home_slots):
+            pages = self._create(tx, Tier.HOST, Owner(OwnerKind.HOME, layer, home))
+            self._map(tx, layer, self.home_alias(home), pages)
 
     def _create(self, tx: Transaction, tier: Tier, owner: Owner) -> tuple[int, ...]:
         for _ in range(self.geometry.pages_per_group):

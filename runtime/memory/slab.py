@@ -21,6 +21,7 @@ class ExpertSlab:
 
     Args:
         order: per layer, ``order[layer][expert]`` is the record that the expert takes; default its index.
+        lazily: reserve addresses only, and let ``back`` put pages behind them.
 
     Raises:
         ConfigError: a tier has no room (nothing is left behind), or ``order`` is no permutation.
@@ -36,6 +37,7 @@ class ExpertSlab:
         ledger: PageLedger,
         geometry: SlabGeometry,
         order: Sequence[Sequence[int]] | None = None,
+        lazily: bool = False,
     ) -> None:
         layers, experts = range(geometry.layers), range(geometry.experts)
         self.geometry = geometry
@@ -49,13 +51,23 @@ class ExpertSlab:
         self._redirected: list[set[int]] = [set() for _ in layers]
         self._checksums: list[list[bytes]] = []
         self.ledger = ledger
-        self._records = ExpertRecords(driver, ledger, geometry)
+        self._records = ExpertRecords(driver, ledger, geometry, lazily)
         self._driver = driver
 
     @property
     def level(self) -> int:
         """Groups of every layer that are out of HBM."""
         return len(self._out[0])
+
+    def back(self) -> None:
+        """Put pages behind the next layer of a slab made ``lazily``; no other call may come before the last.
+
+        So a model's experts can move in layer by layer, each giving its own memory back before the next.
+
+        Raises:
+            ConfigError: a tier has no room; the layers before keep their pages.
+        """
+        self._records.back()
 
     def address(self, layer: int, part: int, slot: int = 0) -> int:
         return self._records.address(layer, part, slot)

@@ -216,3 +216,21 @@ def test_home_plans_keep_what_is_wanted(slots: int, walk: list[tuple[list[int], 
             held[group] = slot
         homes.check_integrity()
         assert {group: homes.slot_of(group) for group in held} == held
+
+
+def test_a_lazy_slab_backs_layer_by_layer() -> None:
+    """What a model gives back for one layer is enough for the next; a layer without room leaves no page."""
+    size = DENSE.slab(PAGE)
+    layer_bytes = size.groups * size.group_bytes
+    driver = HostDriver(PAGE, budgets={Tier.HBM: layer_bytes + PAGE, Tier.HOST: 1 << 30})
+    slab = ExpertSlab(driver, PageLedger(size.page_bytes), size, lazily=True)
+    assert slab.ledger.count(OwnerKind.EXPERT) == slab.ledger.count(OwnerKind.HOME) == 0
+    slab.back()
+    before = driver.usage()
+    assert slab.ledger.count(OwnerKind.EXPERT) * size.page_bytes == layer_bytes
+    with pytest.raises(ConfigError, match="hbm: experts need"):
+        slab.back()
+    assert driver.usage() == before
+    slab.close()
+    assert driver.usage().handles == driver.usage().reservations == 0
+    driver.close()
