@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm.envs as envs
 
+from vamp_integration import settings
 from vamp_integration.settings import LOAD_FORMAT
 from vamp_runtime.errors import ConfigError
 
@@ -86,9 +87,18 @@ def _offload_gib(config: VllmConfig) -> float:
     return config.offload_config.uva.cpu_offload_gb
 
 
+def _runner(config: VllmConfig) -> str:
+    if config.device_config.device_type == "cpu" or config.use_v2_model_runner:
+        return ""
+    return "vLLM's first model runner"
+
+
 def _connector(config: VllmConfig) -> str | None:
-    transfer = config.kv_transfer_config
-    return transfer.kv_connector if transfer is not None else None
+    transfer, chosen = config.kv_transfer_config, settings.of(config)
+    if transfer is None or transfer.kv_connector is None:
+        return None
+    restoring = chosen is not None and chosen.restore
+    return f"{transfer.kv_connector} with restore" if restoring else transfer.kv_connector
 
 
 _EXPERT_SHARDS = "every rank must hold a shard of every expert"
@@ -234,8 +244,8 @@ RULES: tuple[Rule, ...] = (
         "--kv-transfer-config kv_connector",
         _connector,
         lambda v: v in (None, "OffloadingConnector"),
-        "it registers or pins KV memory that VAMP remaps",
-        "use OffloadingConnector or none",
+        "it pins KV memory that VAMP remaps, or has transfers under way from blocks that a restore takes",
+        'use none, or OffloadingConnector and the setting "restore": false',
     ),
     Rule(
         "--attention-config hisparse_config",
@@ -250,6 +260,13 @@ RULES: tuple[Rule, ...] = (
         lambda v: "FLEX_ATTENTION" not in v,
         "FlexAttention sizes its tables by the number of KV blocks, which changes",
         "leave it out",
+    ),
+    Rule(
+        "VLLM_USE_V2_MODEL_RUNNER",
+        _runner,
+        _off,
+        "stale ids in its block tables would outlive a block",
+        "unset it, and leave out what vLLM names as not supported by the second runner",
     ),
     Rule(
         "--moe-backend",
