@@ -19,6 +19,7 @@ pytestmark = [
 # One expert is 1.5 MiB, as Qwen3-Next's at four ranks: four of them share the three granules of a group.
 ENGINE = {"enforce_eager": False, "max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton"}
 KV_MIB = 96
+OWN_KERNEL = {"vamp": {"moe_kernel": "vamp"}}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,19 @@ def test_hundreds_of_moves_leave_every_token(model: Path, oracle: dict[str, Any]
     assert run["results"] == oracle["moves"]
 
 
+def test_moves_leave_every_token_of_our_kernel(model: Path) -> None:
+    """Our kernel rounds in another order than vLLM's, so it is held against itself without moves."""
+    options = {"kv_mib": KV_MIB, "enable_prefix_caching": False, **WORKS["moves"], **ENGINE}
+    still = run_scenario("exercised", model, vamp={"moe_kernel": "vamp", "exercise_steps": 0}, **options)
+    moved = run_scenario("exercised", model, **OWN_KERNEL, **options)
+    assert still["moves"] == 0 and moved["moves"] >= 100 and moved["failed_moves"] == 0
+    assert moved["results"] == still["results"]
+
+
 def test_levels_go_back_while_running_and_idle(model: Path) -> None:
-    result = run_scenario("shrinking", model, kv_mib=KV_MIB, **ENGINE)
+    """Sessions of more tokens together than the pool and a level hold."""
+    sessions = {"kv_mib": 48, "count": 60, "length": 1200, "max_num_batched_tokens": 2048}
+    result = run_scenario("shrinking", model, **{**ENGINE, **sessions})
     assert result["level"] > 0 and result["grown"] > result["initial"]
     assert result["began"] and result["idle"] == 0 and result["pool_after"] == result["initial"]
     assert result["report_failed_moves"] == 0

@@ -1,4 +1,4 @@
-"""Scenarios on the real CPU engine, one per function, each run in its own process (``support.engine``).
+"""Scenarios on a real engine, one per function, each run in its own process (``support.engine``).
 
 A scenario returns plain data; the tests judge it.
 """
@@ -85,11 +85,12 @@ class Rig:
         return [results[name] for name in names]
 
     def settle(self) -> None:
-        """Let commands that are still on their way travel, as the engine loop would."""
+        """Let commands and steps that are still on their way travel, as the engine loop would."""
+        core = self.engine.engine_core.engine_core
         for _ in range(1000):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not core.batch_queue:
                 return
-            self.engine.engine_core.engine_core.step_fn()
+            core.step_fn()
         raise AssertionError("the engine does not come to rest")
 
     def check(self) -> None:
@@ -307,7 +308,7 @@ def not_this_step(model: str, kv_mib: int) -> Any:
     return {"results": results, **rig.report()}
 
 
-def shrinking(model: str, kv_mib: int, **options: Any) -> Any:
+def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **options: Any) -> Any:
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
@@ -318,14 +319,16 @@ def shrinking(model: str, kv_mib: int, **options: Any) -> Any:
     arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
     controller, pool = arbiter.controller, arbiter.pool
     initial = pool.num_gpu_blocks
-    sessions = prompts(7, 8, 700)
+    sessions = prompts(7, count, length)
     for session in sessions:
         rig.generate([session], 4)
+    rig.settle()
     grown = pool.num_gpu_blocks
     log: dict[str, Any] = {"initial": initial, "grown": grown, "level": controller.level}
 
     def restore_while_running(step: int) -> None:
-        if step == 1:
+        # Not while a refill of the reserve is still on its way.
+        if step >= 1 and not log.get("began"):
             log["began"] = shrinker.restore(1)
 
     rig.generate([sessions[0]], 24, restore_while_running)
