@@ -37,9 +37,9 @@ def install() -> None:
             return original(self, *args, **kwargs)
         extra = self.additional_config or {}
         chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
-        scheduler_cls = _fill_worker(self)
+        _fill_worker(self)
         config = original(self, *args, **kwargs)
-        config.scheduler_config.scheduler_cls = scheduler_cls or _scheduler(config)
+        config.scheduler_config.scheduler_cls = _scheduler(config)
         refusals.check_engine(config)
         _check_files_and_sizes(chosen, config)
         return config
@@ -59,8 +59,8 @@ def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
     )
 
 
-def _fill_worker(args: Any) -> Any:
-    """Set the worker's class; the scheduler's that is set already, or None."""
+def _fill_worker(args: Any) -> None:
+    """Set the worker's class, and refuse those that would replace ours."""
     from vllm.platforms import current_platform
 
     worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
@@ -72,11 +72,10 @@ def _fill_worker(args: Any) -> Any:
     scheduler = args.scheduler_cls
     if scheduler not in (None, SCHEDULER, ASYNC_SCHEDULER):
         raise ConfigError(f"scheduler_cls: {scheduler} replaces VAMP's own; leave scheduler_cls unset")
-    return scheduler
 
 
 def _scheduler(config: Any) -> str:
-    """vLLM decides late whether scheduling is asynchronous."""
+    """The scheduler's class; vLLM decides late whether scheduling is asynchronous."""
     return ASYNC_SCHEDULER if config.scheduler_config.async_scheduling else SCHEDULER
 
 

@@ -1,7 +1,8 @@
 """Hook: ``vllm/model_executor/layers/fused_moe/routed_experts.py`` ``RoutedExperts.forward_modular``.
 
-What: counts which experts tokens are routed to, and turns expert ids into record ids where the slab keeps
-experts in another order. Why: levels take the coldest experts, and vLLM's kernels know no slot table.
+What: counts which experts tokens are routed to, and runs them where they lie: with vLLM's kernel, after
+turning expert ids into record ids where the slab keeps experts in another order, or with VAMP's own
+(``moe_kernel.py``). Why: levels take the coldest experts, and vLLM's kernels know no slot table.
 How: vLLM's out-of-tree registry replaces the class at construction, inside ``use_vamp_experts`` only.
 """
 
@@ -9,43 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from vamp_integration.moe_kernel import SlotKernel
 
-@dataclass
+
 class ExpertRouting:
-    """One layer's counters and record order.
+    """One layer's counters and record order. Two launches a call at most: it runs in every layer and step.
 
-    Attributes:
-        hits: int64 ``[experts]``, tokens routed to each expert since start.
-        order: int ``[experts]``, record of each expert; ``None`` where it is the identity.
+    Args:
+        hits: int64 ``[1 + experts]``, changed in place: padding, then tokens routed to each expert.
+        records: ``[experts]``, record of each expert; ``None`` where it is the identity.
     """
 
-    hits: torch.Tensor
-    order: torch.Tensor | None = None
+    def __init__(self, hits: torch.Tensor, records: torch.Tensor | None = None) -> None:
+        self.hits = hits
+        self._one = torch.ones(1, dtype=hits.dtype, device=hits.device)
+        self._records = None
+        if records is not None:
+            padding = torch.full_like(records[:1], -1)
+            self._records = torch.cat([padding, records]).int()
 
     def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Count ``topk_ids`` ``[tokens, top_k]`` and return record ids; -1 (padding) stays -1, uncounted."""
-        ids = topk_ids.reshape(-1).long()
-        real = ids >= 0
-        self.hits.scatter_add_(0, ids.clamp(min=0), real.to(self.hits.dtype))
-        if self.order is None:
+        """Count ``topk_ids`` ``[tokens, top_k]`` and return record ids; -1 (padding) stays -1."""
+        places = (topk_ids + 1).reshape(-1)
+        self.hits.index_add_(0, places, self._one.expand(places.shape[0]))
+        if self._records is None:
             return topk_ids
-        records = self.order[ids.clamp(min=0)].to(topk_ids.dtype).view_as(topk_ids)
-        return torch.where(topk_ids >= 0, records, topk_ids)
+        return self._records.index_select(0, places).to(topk_ids.dtype).view_as(topk_ids)
 
 
 class VampRoutedExperts(RoutedExperts):
-    """``RoutedExperts`` whose weights lie in a slab. Until ``routing`` is set it is vLLM's own."""
+    """``RoutedExperts`` whose weights lie in a slab. Until they do, it is vLLM's own."""
 
     routing: ExpertRouting | None = None
+    slot_kernel: SlotKernel | None = None
 
     def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.slot_kernel is not None:
+            return self.slot_kernel(x, topk_weights, topk_ids)
         if self.routing is not None:
             topk_ids = self.routing(topk_ids)
         return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)

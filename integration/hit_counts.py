@@ -34,5 +34,5 @@ class HitCounts:
         else:
             rows_then = self._copy.tolist()
         self._copy.copy_(self.hits, non_blocking=True)
-        self._arrived.record()  # type: ignore[no-untyped-call]
+        self._arrived.record()
         return rows_then

@@ -3,8 +3,8 @@
 On a CPU, vLLM's kernel (``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``) prepacks ``w13`` and
 ``w2`` after loading, each expert by itself, and ignores the expert stride without an error: the packed bytes
 are what is placed, and each of the two gets a dense part of its own. On a GPU both are views of one record
-per expert, which the Triton experts (``.../experts/triton_moe.py``) read at any expert stride. One layer's
-worth of memory is used twice meanwhile.
+per expert, which the Triton experts (``.../experts/triton_moe.py``) read at any expert stride. Layers move in
+one by one: a layer's worth of memory is used twice meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from vllm.model_executor.utils import replace_parameter
 
 from vamp_integration.experts import ExpertRouting, VampRoutedExperts
 from vamp_integration.log import logger
+from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
 from vamp_integration.plan import granularity, slab_geometry
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
+from vamp_kernels.workspace import Workspace
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.driver import MemoryDriver, Tier
@@ -39,12 +41,14 @@ class ExpertMemory:
 
     Attributes:
         hits: int64 ``[layers, experts]``, tokens routed to each expert since start.
+        tables: the slot tables on the device, where VAMP's kernel reads them; vLLM's know none.
     """
 
     driver: MemoryDriver
     ledger: PageLedger
     slab: ExpertSlab
     hits: torch.Tensor
+    tables: SlotTables | None = None
 
 
 def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
@@ -53,9 +57,9 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
     Raises ``ConfigError`` where the model or its experts cannot be placed.
     """
     layers = [module for module in model.modules() if isinstance(module, VampRoutedExperts)]
-    _check(layers)
+    _check(layers, settings)
     first = layers[0]
-    device: torch.device = first.w13_weight.data.device  # type: ignore[assignment, union-attr]
+    device: torch.device = first.w13_weight.data.device  # type: ignore[assignment]
     experts = first.local_num_experts
     sizes = tuple(getattr(first, part)[0].nbytes for part in PARTS)
     part_bytes = sizes if device.type == "cpu" else (sum(sizes),)
@@ -63,16 +67,24 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
     order = read_order(settings.record_order, len(layers), experts)
     driver = _driver(settings, device)
     ledger = PageLedger(geometry.page_bytes)
-    slab = ExpertSlab(driver, ledger, geometry, order)
-    hits = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+    slab = ExpertSlab(driver, ledger, geometry, order, lazily=True)
+    counters = torch.zeros(len(layers), 1 + experts, dtype=torch.int64, device=device)
     for index, layer in enumerate(layers):
+        slab.back()
         records = None if order is None else torch.tensor(order[index], device=device)
-        for name, view in zip(PARTS, _views(slab, index, layer), strict=True):
-            view[records if records is not None else slice(None)] = getattr(layer, name).data
+        for name, view in zip(PARTS, _views(slab, index, layer, experts), strict=True):
+            _store(getattr(layer, name).data, view, records)
             replace_parameter(layer, name, view)
-        layer.routing = ExpertRouting(hits[index], records)
+        if settings.moe_kernel == "vllm":
+            reorder_others(layer, experts, records)
+            layer.routing = ExpertRouting(counters[index], records)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the next layer's pages need what this layer's tensors gave back
+            # The next layer's pages need what this layer's tensors gave back. The driver's copies run on a
+            # stream of its own, which waits for none of torch's.
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+    tables = _own_kernel(slab, layers, counters) if settings.moe_kernel == "vamp" else None
+    memory = ExpertMemory(driver, ledger, slab, counters[:, 1:], tables)
     if device.type == "cpu":
         slab.seal()  # reads every byte; on a GPU that would take longer than loading them
     slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group * sum(part_bytes))
@@ -87,55 +99,110 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
         geometry.pages_per_level * geometry.page_bytes // 1024,
         geometry.max_level * geometry.pages_per_level * geometry.page_bytes >> 20,
     )
-    return ExpertMemory(driver, ledger, slab, hits)
+    return memory
 
 
-def _views(slab: ExpertSlab, index: int, layer: VampRoutedExperts) -> list[torch.Tensor]:
-    """``w13`` and ``w2`` of a layer at their places in the slab: dense parts, or strided over records."""
+def _views(slab: ExpertSlab, index: int, layer: VampRoutedExperts, slots: int) -> list[torch.Tensor]:
+    """``w13`` and ``w2`` of a layer's first ``slots`` slots: dense parts, or strided over records."""
     weights = [getattr(layer, name).data for name in PARTS]
     if slab.geometry.parts == len(PARTS):
         return [
-            tensor_at(slab.address(index, part), tuple(weight.shape), weight.dtype, weight.device)
+            tensor_at(slab.address(index, part), (slots, *weight.shape[1:]), weight.dtype, weight.device)
             for part, weight in enumerate(weights)
         ]
     (record_bytes,), offset, views = slab.geometry.part_bytes, 0, []
     for weight in weights:
         strides = (record_bytes // weight.element_size(), weight.shape[2], 1)
-        address = slab.address(index, 0) + offset
-        views.append(tensor_at(address, tuple(weight.shape), weight.dtype, weight.device, strides))
+        address, shape = slab.address(index, 0) + offset, (slots, *weight.shape[1:])
+        views.append(tensor_at(address, shape, weight.dtype, weight.device, strides))
         offset += weight[0].nbytes
     return views
 
 
+def _store(weight: torch.Tensor, view: torch.Tensor, records: torch.Tensor | None) -> None:
+    """Copy each expert to its record. As integers, since torch cannot index every floating-point type."""
+    bits = torch.uint8 if weight.element_size() == 1 else torch.int16
+    view.view(bits)[records if records is not None else slice(None)] = weight.view(bits)
+
+
+def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None) -> None:
+    """Bring biases and scales ``[experts, ...]`` into record order, in place: vLLM's kernel is given records.
+
+    Args:
+        records: ``[experts]``, record of each expert; ``None`` where it is the identity.
+    """
+    if records is None:
+        return
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name not in PARTS and parameter.dim() and parameter.shape[0] == experts:
+            parameter.data[records] = parameter.data.clone()
+
+
+def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], counters: torch.Tensor) -> SlotTables:
+    """Give every layer VAMP's kernel; the slot tables that it reads."""
+    tables, workspace = SlotTables(slab, counters.device), Workspace(counters.device)
+    for index, layer in enumerate(layers):
+        w13, w2 = _views(slab, index, layer, slab.geometry.slots)
+        scales = [getattr(layer, f"{name}_scale_inv", None) for name in PARTS]
+        layer.slot_kernel = SlotKernel(
+            w13,
+            w2,
+            tables.slots[index],
+            tables.hosted[index],
+            counters[index, 1:],
+            bool(layer.apply_router_weight_on_input),
+            workspace,
+            layer.moe_config.in_dtype,
+            *(scale.data if scale is not None else None for scale in scales),
+        )
+    return tables
+
+
 def _driver(settings: VampSettings, device: torch.device) -> MemoryDriver:
     if device.type == "cpu":
-        return HostDriver(granularity=granularity(settings, "cpu"), budgets=_budgets(settings))
-    return CudaDriver(device.index or 0, compute_stream=lambda: torch.cuda.current_stream(device).cuda_stream)
+        return HostDriver(granularity=granularity(settings, "cpu"), budgets=_budgets(settings, device))
+    driver = CudaDriver(
+        device.index or 0,
+        budgets=_budgets(settings, device),
+        # Commands come between steps, when the current stream is the one that the model runner uses.
+        compute_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
+    )
+    if granularity(settings, "cuda") % driver.granularity:
+        raise ConfigError(
+            f"granule_kib: {granularity(settings, 'cuda') / 1024:g} is not a multiple of this GPU's "
+            f"{driver.granularity >> 10} KiB; use 0 and a hardware profile that fits"
+        )
+    return driver
 
 
-def _budgets(settings: VampSettings) -> dict[Tier, int] | None:
+def _budgets(settings: VampSettings, device: torch.device) -> dict[Tier, int] | None:
     """Limits of the tiers in bytes; ``None`` leaves each at the machine's memory."""
     if not settings.host_gib:
         return None
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {Tier.HBM: physical, Tier.HOST: int(settings.host_gib * 2**30)}
+    if device.type == "cuda":
+        hbm = torch.cuda.get_device_properties(device).total_memory
+    else:
+        hbm = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {Tier.HBM: hbm, Tier.HOST: int(settings.host_gib * 2**30)}
 
 
-def _check(layers: Sequence[VampRoutedExperts]) -> None:
+def _check(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> None:
     if not layers:
         raise ConfigError("model: it has no routed experts to offload; serve it without --load-format vamp")
     for layer in layers:
         kernel = getattr(layer.quant_method, "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
         if layer.w13_weight.device.type == "cpu":
-            usable, needed = _is_plain_cpu(experts), "vLLM's unquantized CPU experts (no zentorch)"
+            usable, needed = _is_plain_cpu(experts), "unquantized CPU experts (no zentorch); use auto"
         else:
-            usable, needed = type(experts).__name__ == "TritonExperts", "vLLM's Triton experts"
+            usable, needed = type(experts).__name__ == "TritonExperts", "Triton experts; use triton"
         if not usable:
             raise ConfigError(
-                f"moe_backend: {layer.layer_name} runs {type(experts).__name__}; VAMP needs {needed}; "
-                "leave moe_backend at auto"
+                f"moe_backend: {layer.layer_name} runs {type(experts).__name__}; VAMP needs vLLM's {needed}"
             )
+        reason = misfit(layer) if settings.moe_kernel == "vamp" else ""
+        if reason:
+            raise ConfigError(f"moe_kernel: vamp cannot run {layer.layer_name}: {reason}; use vllm")
     shapes = {(layer.local_num_experts, layer.w13_weight.shape, layer.w2_weight.shape) for layer in layers}
     if len(shapes) > 1:
         raise ConfigError(

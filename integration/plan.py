@@ -17,7 +17,7 @@ from vamp_profiles import HardwareProfile, load_hardware
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.geometry import MAX_GROUP_BYTES, SlabGeometry
 
-BF16_BYTES = 2
+BF16_BYTES, FP8_BYTES = 2, 1
 # vLLM's CPU kernel pads the intermediate size of a shard to this.
 CPU_ALIGNMENT = 32
 
@@ -88,6 +88,8 @@ def check_plan(
     """
     config = SimpleNamespace(**hf_config) if isinstance(hf_config, dict) else hf_config
     engine_costs(settings, config, device == "cpu")
+    if device == "cpu" and settings.moe_kernel != "vllm":
+        raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
     read_order(settings.record_order, None, getattr(config, "num_experts", None))
     granularity(settings, device)
     names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
@@ -95,10 +97,18 @@ def check_plan(
     if not (experts and intermediate and hidden and layers):
         return
     if device != "cpu":
-        part_bytes: tuple[int, ...] = (3 * (intermediate // tensor_parallel) * hidden * BF16_BYTES,)
+        weights = 3 * (intermediate // tensor_parallel) * hidden
+        part_bytes: tuple[int, ...] = (weights * _weight_bytes(config),)
     else:
         shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
         part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
     geometry = slab_geometry(settings, layers, experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes)
+
+
+def _weight_bytes(config: Any) -> int:
+    """Bytes of one expert weight in the checkpoint."""
+    quantization = getattr(config, "quantization_config", None)
+    fp8 = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    return FP8_BYTES if fp8 else BF16_BYTES

@@ -15,6 +15,7 @@ from vamp_runtime.errors import ConfigError
 
 KEY = "vamp"
 LOAD_FORMAT = "vamp"
+MOE_KERNELS = ("vllm", "vamp")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class VampSettings:
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
+        moe_kernel: ``vllm`` leaves vLLM's kernel, which reads an expert at its own address; ``vamp``, on a
+            GPU, is VAMP's own.
         exercise_steps: diagnostic: move a level every so many steps, whatever the policy says; 0 is off.
     """
 
@@ -49,6 +52,7 @@ class VampSettings:
     restore: bool = True
     max_bubble_ms: float = 30.0
     max_cordon_s: float = 30.0
+    moe_kernel: str = "vllm"
     exercise_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +66,8 @@ class VampSettings:
         for name in ("max_bubble_ms", "max_cordon_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
+        if self.moe_kernel not in MOE_KERNELS:
+            raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'vllm'")
         if not 0 <= self.host_gib < math.inf:
             raise ConfigError(f"host_gib: {self.host_gib} is not finite and 0 or more; try 0 (no limit)")
 

@@ -31,16 +31,19 @@ from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.tensor import tensor_at
 
 EXIT_STATE_LOST = 70
-HOME_REFRESH_STEPS = 64
 
 
 class VampWorkerMixin:
     """Worker side of VAMP. Mixed in before a vLLM worker class."""
 
+    #: Steps between two looks at the hit counters; a look costs the host milliseconds.
+    home_refresh_steps = 64
+
     _memory: ExpertMemory
     _boundary: Boundary
     _hit_counts: HitCounts
     _kv_buffer: kv_memory.KVBuffer | None = None
+    _capacity_report: Report | None = None
     _report: Report | None = None
     _steps: int = 0
 
@@ -81,14 +84,22 @@ class VampWorkerMixin:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
-        self._report = Report(capacity=self._capacity(pages))
+        capacity = self._capacity(pages)
+        self._capacity_report = Report(capacity=capacity)
         logger.info(
             "VAMP: KV cache of %d blocks now, %d mapped, at most %d; virtual %d MiB",
             kv_cache_config.num_blocks,
             region.blocks,
-            self._report.capacity.blocks_at[-1] if self._report.capacity else region.blocks,
+            capacity.blocks_at[-1],
             region.nbytes >> 20,
         )
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        # The warm-up takes steps of its own, whose outputs nobody reads and whose tokens mean nothing.
+        self._report, self._steps = self._capacity_report, 0
+        self._memory.hits.zero_()
+        return times
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag == "kv_cache" and self._kv_buffer is not None:
@@ -100,7 +111,7 @@ class VampWorkerMixin:
         if command is not None:
             self._obey(command)
         self._steps += 1
-        if self._steps % HOME_REFRESH_STEPS == 0:
+        if self._steps % self.home_refresh_steps == 0:
             self._follow_coldest()
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
@@ -112,6 +123,8 @@ class VampWorkerMixin:
             self._boundary.region.claim(command.claimed_blocks)
             if command.move is not None:
                 self._report = Report(outcome=self._boundary.run(command.move))
+                if self._memory.tables is not None:
+                    self._memory.tables.update()
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.
             traceback.print_exc()

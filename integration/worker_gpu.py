@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vamp_integration.commands import Report, put_report
+from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.worker import VampWorkerMixin
 from vamp_runtime.controller import StepCommand
 from vamp_runtime.memory.boundary import MoveKind
@@ -31,8 +33,11 @@ class ReportedOutput(AsyncModelRunnerOutput):
 class VampGPUWorker(VampWorkerMixin, Worker):
     """``worker_cls`` of the GPU engine."""
 
+    home_refresh_steps = 512  # steps are short here
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm-up takes block ids below the number of blocks it finds: it must find those that are mapped."""
+        self._warm_up_own_kernel()
         config, mapped = self.model_runner.kv_cache_config, self.cache_config.num_gpu_blocks
         assert mapped is not None
         virtual, config.num_blocks = config.num_blocks, mapped
@@ -41,12 +46,22 @@ class VampGPUWorker(VampWorkerMixin, Worker):
         finally:
             config.num_blocks = virtual
 
+    def _warm_up_own_kernel(self) -> None:
+        """All layers have one shape, so one stands for them; must come before the first capture."""
+        layers = (m for m in self.model_runner.get_model().modules() if isinstance(m, VampRoutedExperts))
+        layer = next(layers)
+        if layer.slot_kernel is not None:
+            with torch.inference_mode():
+                top_k = layer.moe_config.experts_per_token
+                layer.slot_kernel.warm_up(self.scheduler_config.max_num_batched_tokens, top_k)
+
     def _obey(self, command: StepCommand) -> None:
         super()._obey(command)
         if command.move is not None and command.move.kind is MoveKind.RESTORE:
             # Rows keep ids beyond their valid length, whose blocks may be gone. The step rewrites the rest.
-            for table in self.model_runner.block_tables.input_block_tables:  # type: ignore[attr-defined]
-                table.zero_()
+            with torch.inference_mode():
+                for table in self.model_runner.block_tables.input_block_tables:  # type: ignore[attr-defined]
+                    table.zero_()
 
     def _answer(self, output: Any) -> Any:
         if self._report is not None and isinstance(output, AsyncModelRunnerOutput):

@@ -29,6 +29,7 @@ BAD: dict[str, list[Any]] = {
     "restore": [0, 1, "true", None],
     "max_bubble_ms": [0, -1.0, math.nan, math.inf, "30", True, None],
     "max_cordon_s": [0, -1.0, math.nan, math.inf, "30", True, None],
+    "moe_kernel": ["triton", "", 1, None, True],
     "exercise_steps": [-1, 2.0, "2", True, None],
 }
 
@@ -45,6 +46,7 @@ GOOD: dict[str, list[Any]] = {
     "restore": [True, False],
     "max_bubble_ms": [0.1, 60],
     "max_cordon_s": [0.1, 60],
+    "moe_kernel": ["vllm", "vamp"],
     "exercise_steps": [0, 1],
 }
 

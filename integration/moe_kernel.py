@@ -1,0 +1,115 @@
+"""VAMP's own MoE kernel in the place of vLLM's: reads every expert at the slot that the slab names.
+
+Stands in for ``quant_method.apply`` of a modular kernel without data or expert parallelism
+(``vllm/model_executor/layers/fused_moe/modular_kernel.py``): the result is a new tensor, this rank's partial
+sum, which the runner reduces. The runner has launched the shared experts itself, and waits for them
+(``.../runner/moe_runner.py`` ``_apply_quant_method``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
+from vamp_kernels.fused_moe import fused_moe
+from vamp_kernels.workspace import Workspace
+from vamp_runtime.memory.slab import ExpertSlab
+
+
+class SlotTables:
+    """The slab's slot table on the device, at addresses that captured graphs may hold.
+
+    Attributes:
+        slots: int32 ``[layers, experts]``, the slot of each expert.
+        hosted: bool ``[layers, experts]``, whether that slot lies in host memory.
+    """
+
+    def __init__(self, slab: ExpertSlab, device: torch.device) -> None:
+        shape = (slab.geometry.layers, slab.geometry.experts)
+        self._slab = slab
+        self.slots = torch.empty(shape, dtype=torch.int32, device=device)
+        self.hosted = torch.empty(shape, dtype=torch.bool, device=device)
+        self.update()
+
+    def update(self) -> None:
+        """Take over the slab's table, for what is queued on the current stream from now on."""
+        slots = torch.tensor(self._slab.slot_table, dtype=torch.int32)
+        self.slots.copy_(slots)
+        # The reads through home aliases are those of redirected groups; own records are in HBM.
+        self.hosted.copy_(slots >= self._slab.geometry.home_slot_base)
+
+
+@dataclass(frozen=True)
+class SlotKernel:
+    """One layer's routed experts.
+
+    Attributes:
+        w13: ``[slots, 2 * intermediate, hidden]``, over all slots of the layer.
+        w2: ``[slots, hidden, intermediate]``.
+        slots: int32 ``[experts]``, and hosted: bool ``[experts]``, rows of the device's slot tables.
+        hits: int64 ``[experts]``, counted by the kernel.
+        weight_on_input: the router weight multiplies an expert's input instead of its output.
+        workspace: shared by all layers, which run one after the other.
+        dtype: of the activations.
+        w13_scale, w2_scale: of fp8 weights in blocks of 128 by 128, by expert; else ``None``.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    slots: torch.Tensor
+    hosted: torch.Tensor
+    hits: torch.Tensor
+    weight_on_input: bool
+    workspace: Workspace
+    dtype: torch.dtype
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden]``, the dtype of ``x``; see ``vamp_kernels.fused_moe``."""
+        return fused_moe(
+            x,
+            self.w13,
+            self.w2,
+            topk_weights,
+            topk_ids,
+            self.slots,
+            self.weight_on_input,
+            self.w13_scale,
+            self.w2_scale,
+            hits=self.hits,
+            host_experts=self.hosted,
+            workspace=self.workspace,
+        )
+
+    def warm_up(self, max_tokens: int, top_k: int) -> None:
+        """Compile what steps of up to ``max_tokens`` tokens launch, before a request has to wait for it.
+
+        The largest comes first, so that the workspace grows once.
+        """
+        tokens = max_tokens
+        while tokens:
+            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self.slots.device)
+            ids = (ids % self.slots.shape[0]).view(tokens, top_k)
+            x = torch.zeros(tokens, self.w2.shape[1], dtype=self.dtype, device=ids.device)
+            self(x, torch.ones_like(ids, dtype=torch.float32), ids)
+            tokens //= 2
+
+
+def misfit(layer: Any) -> str:
+    """Why the kernel cannot compute this layer, for an error; else an empty string."""
+    weight, config = layer.w13_weight, layer.moe_config
+    kernel = layer.quant_method.moe_kernel
+    if layer.activation.value != "silu" or not config.is_act_and_mul or layer.swiglu_limit is not None:
+        return f"its activation is {layer.activation.value}, not a plain SwiGLU"
+    if config.experts_per_token > MAX_TOP_K or layer.local_num_experts > MAX_EXPERTS:
+        return f"it has over {MAX_TOP_K} experts a token or {MAX_EXPERTS} experts"
+    if config.has_bias or layer.expert_map is not None or kernel.can_overlap_shared_experts:
+        return "it has biases or expert parallelism"
+    if weight.dtype == torch.float8_e4m3fn:
+        blocks = list(getattr(layer, "weight_block_size", None) or [])
+        return "" if blocks == [128, 128] else f"its fp8 weights have scales of {blocks or 'another kind'}"
+    return "" if weight.dtype in (torch.bfloat16, torch.float16) else f"its weights are {weight.dtype}"
