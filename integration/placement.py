@@ -83,8 +83,12 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
             # stream of its own, which waits for none of torch's.
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
-    tables = _own_kernel(slab, layers, counters) if settings.moe_kernel == "vamp" else None
-    memory = ExpertMemory(driver, ledger, slab, counters[:, 1:], tables)
+    hits, tables = counters[:, 1:], None
+    if settings.moe_kernel == "vamp":
+        # Rows of their own, aligned alike: Triton compiles a kernel anew for pointers that are not.
+        hits = torch.zeros_like(hits, memory_format=torch.contiguous_format)
+        tables = _own_kernel(slab, layers, hits)
+    memory = ExpertMemory(driver, ledger, slab, hits, tables)
     if device.type == "cpu":
         slab.seal()  # reads every byte; on a GPU that would take longer than loading them
     slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group * sum(part_bytes))
@@ -138,9 +142,9 @@ def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None)
             parameter.data[records] = parameter.data.clone()
 
 
-def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], counters: torch.Tensor) -> SlotTables:
+def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: torch.Tensor) -> SlotTables:
     """Give every layer VAMP's kernel; the slot tables that it reads."""
-    tables, workspace = SlotTables(slab, counters.device), Workspace(counters.device)
+    tables, workspace = SlotTables(slab, hits.device), Workspace(hits.device)
     for index, layer in enumerate(layers):
         w13, w2 = _views(slab, index, layer, slab.geometry.slots)
         scales = [getattr(layer, f"{name}_scale_inv", None) for name in PARTS]
@@ -149,7 +153,7 @@ def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], counters:
             w2,
             tables.slots[index],
             tables.hosted[index],
-            counters[index, 1:],
+            hits[index],
             bool(layer.apply_router_weight_on_input),
             workspace,
             layer.moe_config.in_dtype,

@@ -173,7 +173,7 @@ def test_our_kernel_is_given_the_slots_of_the_slab(monkeypatch: pytest.MonkeyPat
     region = KVRegion(driver, ledger, KVGeometry(1, 4096, 64 * 12288, 192, geometry.page_bytes), pages=2)
     assert Boundary(slab, region, SoleRank(), driver).offload(2).ok
     layer.apply_router_weight_on_input, layer.moe_config = False, SimpleNamespace(in_dtype=torch.bfloat16)
-    _own_kernel(slab, [layer], torch.zeros(1, 1 + experts, dtype=torch.int64))
+    _own_kernel(slab, [layer], torch.zeros(1, experts, dtype=torch.int64))
     seen: list[dict[str, Any]] = []
 
     def reference(*args: Any, workspace: Any, **named: Any) -> torch.Tensor:
