@@ -117,6 +117,7 @@ def fused_moe(
         return a.out
     launch = _checked_launch(a, launch)
     workspace = workspace or Workspace(hidden_states.device)
+    _check_device(hidden_states.device, workspace)
     up, down, pdl = launch.gate_up, launch.down, launch.dependent_launch
     if isinstance(up, GemvLaunch) and isinstance(down, GemvLaunch):
         _by_pair(a, up, down, pdl, workspace)
@@ -137,6 +138,17 @@ def _checked_launch(a: MoeArguments, launch: MoeLaunch | None) -> MoeLaunch:
     if misfit and any(isinstance(stage, SpecialisedLaunch) for stage in (launch.gate_up, launch.down)):
         raise ValueError(misfit)
     return launch
+
+
+def _check_device(device: torch.device, workspace: Workspace) -> None:
+    """Raise ``ValueError`` where kernels do not run on ``device``, or ``workspace`` is of another."""
+    from vamp_kernels.operands import interpreted
+
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        expected = "cuda, or cpu with TRITON_INTERPRET=1 set before Triton is imported"
+        raise ValueError(f"hidden_states is on {device}, expected {expected}")
+    if workspace.device.type != device.type or workspace.device.index not in (None, device.index):
+        raise ValueError(f"workspace is on {workspace.device}, expected {device}, as hidden_states")
 
 
 def _by_pair(
