@@ -154,17 +154,17 @@ def _check_device(device: torch.device, workspace: Workspace) -> None:
 def _by_pair(
     a: MoeArguments, up_launch: GemvLaunch, down_launch: GemvLaunch, pdl: bool, workspace: Workspace
 ) -> None:
-    from vamp_kernels import gemv
+    from vamp_kernels import down_gemv, gate_up_gemv
 
     dtype = torch.float32 if a.w13.dtype == FP8 else a.w13.dtype
     act = workspace.take("act", (a.topk_ids.numel(), a.w2.shape[2]), dtype)
     slots, on_input = a.slot_table, a.weight_on_input
     hosts = a.host_experts if len(a.topk_ids) > 1 else None  # one token reads every expert once
     router = (a.topk_weights, a.topk_ids)
-    gemv.gate_up_pairs(
+    gate_up_gemv.gate_up_pairs(
         a.hidden_states, a.w13, *router, act, up_launch, slots, a.hits, on_input, pdl, a.w13_scale, hosts
     )
-    gemv.down_tokens(act, a.w2, *router, a.out, down_launch, slots, on_input, pdl, a.w2_scale, hosts)
+    down_gemv.down_tokens(act, a.w2, *router, a.out, down_launch, slots, on_input, pdl, a.w2_scale, hosts)
 
 
 def _by_tile(
