@@ -7,7 +7,7 @@ Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -176,13 +176,15 @@ class Arbiter:
         if self.pool.cordon_limit is not None:
             self.pool.lift_cordon()
 
+    def _evicted_next(self, hits: Collection[KVCacheBlock]) -> Iterator[KVCacheBlock]:
+        """Free blocks in the order in which they are taken, without ``hits``."""
+        hit_ids = {block.block_id for block in hits}
+        return (block for block in self.pool.free_order() if block.block_id not in hit_ids)
+
     def _clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> int:
         """Blocks at the head of the free queue that hold nothing of value, up to ``wanted``."""
-        hit_ids = {block.block_id for block in hits}
         count = 0
-        for block in self.pool.free_order():
-            if block.block_id in hit_ids:
-                continue
+        for block in self._evicted_next(hits):
             if count == wanted or block.block_hash is not None:
                 break
             count += 1
@@ -220,9 +222,7 @@ class Arbiter:
 
     def _candidate_age(self, clean: int, hits: Collection[KVCacheBlock], now: float) -> float:
         """Seconds since the block that would be evicted first was last used."""
-        hit_ids = {block.block_id for block in hits}
-        others = (block for block in self.pool.free_order() if block.block_id not in hit_ids)
-        candidate = next(islice(others, clean, None), None)
+        candidate = next(islice(self._evicted_next(hits), clean, None), None)
         return 0.0 if candidate is None else max(0.0, now - self.pool.freed_at.get(candidate.block_id, now))
 
     def looked_up(self, request: Any, hit_tokens: int) -> None:

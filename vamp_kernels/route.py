@@ -217,6 +217,7 @@ def route(
     pairs = workspace.take("pairs", (num_pairs,), torch.int32)
     tiles = workspace.take("tiles", (4, limit), torch.int32)
     tile_count = workspace.take("tile_count", (1 if host_experts is None else 3,), torch.int32)
+    routing = Routing(pairs, tiles, tile_count, block_m, copies, copy_count, stage_all)
     expert_counts = workspace.take("expert_counts", (bins,), torch.int32)
     flags = {
         "BLOCK_M": block_m,
@@ -247,7 +248,7 @@ def route(
             CHUNK=chunk,
             **flags,
         )
-        return Routing(pairs, tiles, tile_count, block_m, copies, copy_count, stage_all)
+        return routing
     blocks = triton.cdiv(num_pairs, BLOCK_PAIRS)
     ranks = workspace.take("ranks", (num_pairs,), torch.int32)
     block_counts = workspace.take("block_counts", (blocks, bins), torch.int32)
@@ -281,7 +282,7 @@ def route(
         num_warps=4,
         **flags,
     )
-    return Routing(pairs, tiles, tile_count, block_m, copies, copy_count, stage_all)
+    return routing
 
 
 class RoutingLists(NamedTuple):

@@ -59,6 +59,7 @@ class VllmEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import EngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if current_platform.is_cpu():
@@ -66,8 +67,8 @@ class VllmEngine:
             options = {"enforce_eager": True, **options}
         with as_config_errors():
             arguments = EngineArgs(**options)
-            arguments.create_engine_config()
-        self.engine = LLMEngine.from_engine_args(arguments)
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        self.engine = LLMEngine.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         client: Any = self.engine.engine_core
         self.core = client.engine_core
         self.watch = Watch(self.core.scheduler)
