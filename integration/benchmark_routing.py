@@ -1,11 +1,14 @@
 """Hook, for benchmarks only: simulated routing for models whose weights, and so whose router, are random.
 
-What: where ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY`` begins with ``vamp_lognormal``, registers that strategy with
-vLLM's own simulator (``vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py``), and numbers
-its routers, since a strategy is not told its layer and every layer is skewed in another way. Why: a random
+What: where ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY`` begins with ``vamp_lognormal``, registers that strategy
+with vLLM's simulator (``vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py``) and numbers
+its routers, since a strategy is not told its layer, and every layer is skewed in another way. Why: a random
 router spreads tokens evenly, as no real one does, and that decides what offloading costs. How: an entry point
-of its own, so that unmodified vLLM can use it too (``VLLM_PLUGINS=vamp_benchmark_routing``). It goes when vLLM
-tells a strategy its layer. vLLM warns once, with the strategy's whole name, that outputs are not valid.
+of its own, so that unmodified vLLM can use it too (``VLLM_PLUGINS=vamp_benchmark_routing``). It goes when
+vLLM tells a strategy its layer. vLLM warns once, with the strategy's whole name, that outputs are not valid.
+
+A token's draw and its topic come from its router logits, all that a strategy is given: tokens of a sequence
+share a topic only as far as the model makes their logits alike.
 
 State is one table a layer, at a fixed address: safe in captured graphs. Every step, in every layer, it costs
 the time of one small kernel, in the place of the router's.
@@ -42,7 +45,7 @@ class LogNormalRouting(RoutingStrategy):
         self.model = model
         self.layer = 0
         self._domain = model.domain
-        self._tables: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._layers: dict[tuple[int, int, torch.device], tuple[torch.Tensor, int]] = {}
 
     def route_tokens(
         self,
@@ -54,9 +57,8 @@ class LogNormalRouting(RoutingStrategy):
         route = route_lognormal if router_logits.is_cuda else route_lognormal_torch
         return route(
             router_logits.contiguous(),
-            self._table(router_logits),
+            *self._table_and_seed(router_logits),
             top_k,
-            self.model.hash_seed(self.layer),
             _padding(router_logits.shape[0]),
             indices_type or torch.int32,
         )
@@ -65,14 +67,15 @@ class LogNormalRouting(RoutingStrategy):
         """From the next step on route as in ``domain``; captured graphs too."""
         self._domain = domain
         with torch.inference_mode():
-            for (layer, experts, _), table in self._tables.items():
+            for (layer, experts, _), (table, _) in self._layers.items():
                 table.copy_(self._values(layer, experts))
 
-    def _table(self, logits: torch.Tensor) -> torch.Tensor:
+    def _table_and_seed(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
         key = (self.layer, logits.shape[1], logits.device)
-        if key not in self._tables:  # in the profiling run, before anything is captured
-            self._tables[key] = self._values(*key[:2]).to(logits.device)
-        return self._tables[key]
+        if key not in self._layers:  # in the profiling run, before anything is captured
+            table = self._values(*key[:2]).to(logits.device)
+            self._layers[key] = table, self.model.hash_seed(self.layer)
+        return self._layers[key]
 
     def _values(self, layer: int, experts: int) -> torch.Tensor:
         return torch.from_numpy(self.model.inverse(layer, experts, self._domain))
@@ -94,7 +97,7 @@ class NumberedRouter(RoutingSimulatorRouter):
 
 
 class RoutingDomain:
-    """Worker extension (``--worker-extension-cls``): lets ``collective_rpc`` change the domain at run time."""
+    """Worker extension (``--worker-extension-cls``): ``collective_rpc`` may change the domain at run time."""
 
     def set_routing_domain(self, domain: int | str) -> None:
         strategy = _strategy()
@@ -112,7 +115,7 @@ def register() -> None:
     if not name.startswith(NAME) or name in RoutingSimulator.get_available_strategies():
         return
     RoutingSimulator.register_strategy(name, LogNormalRouting(parse(name)))
-    router_factory.RoutingSimulatorRouter = NumberedRouter  # type: ignore[misc]
+    router_factory.RoutingSimulatorRouter = NumberedRouter  # type: ignore[attr-defined]
     logger.warning("VAMP: SIMULATED ROUTING (%s), for benchmarks only: outputs are not the model's", name)
 
 

@@ -1,8 +1,9 @@
 """Popularity of experts as measured in real mixture-of-experts models: log-normal, and different by domain.
 
-In layer ``l`` and domain ``d`` the probability of expert ``e`` is ``p_e = exp(sigma_l * x_e)`` up to a factor,
-``x_e = sqrt(shared) * g_e + sqrt(1 - shared) * h_e(d)``, with ``g`` and ``h(d)`` standard normal: ``shared`` is
-the correlation of two domains' log-popularities. A token's topic adds ``tilt`` times a normal draw of its own.
+In layer ``l`` and domain ``d`` the probability of expert ``e`` is ``p_e = exp(sigma_l * x_e)`` up to a
+factor, ``x_e = sqrt(shared) * g_e + sqrt(1 - shared) * h_e(d)``, with ``g`` and ``h(d)`` standard normal:
+``shared`` is the correlation of two domains' log-popularities. A token's topic adds ``tilt`` times a normal
+draw of its own.
 """
 
 from __future__ import annotations
@@ -102,4 +103,5 @@ def _normal(count: int, *key: int) -> NDArray[np.float64]:
 
 def _standard(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Mean 0 and standard deviation 1 exactly, so that what was asked for is what one gets."""
-    return (x - x.mean()) / max(float(x.std()), 1e-12)
+    standard: NDArray[np.float64] = (x - x.mean()) / max(float(x.std()), 1e-12)
+    return standard

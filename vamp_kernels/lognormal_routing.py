@@ -78,8 +78,8 @@ def _lognormal_kernel(
 def route_lognormal(
     logits: torch.Tensor,
     inverse: torch.Tensor,
-    top_k: int,
     seed: int,
+    top_k: int,
     padding: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,8 +110,8 @@ def route_lognormal(
 def route_lognormal_torch(
     logits: torch.Tensor,
     inverse: torch.Tensor,
-    top_k: int,
     seed: int,
+    top_k: int,
     padding: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +122,7 @@ def route_lognormal_torch(
         inverse: float32 ``[topics, experts]``, the reciprocal of each expert's probability, up to a factor. A
             token's topic is the largest of its first ``topics`` logits.
         seed: 0 to 2**31 - 1; draws of different seeds are independent.
+        top_k: experts of a token.
         padding: bool ``[tokens]``, rows that are no tokens: ids -1, weights 0.
 
     Returns:

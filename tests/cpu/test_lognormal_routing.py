@@ -35,7 +35,7 @@ def drawn(
 ) -> torch.Tensor:
     """Ids ``[tokens, top_k]`` of tokens with random hidden states."""
     table, seed = inverse(model, experts, layer, domain), model.hash_seed(layer)
-    return route_lognormal_torch(logits(tokens, experts), table, top_k, seed)[1]
+    return route_lognormal_torch(logits(tokens, experts), table, seed, top_k)[1]
 
 
 def hits(ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_sigma_zero_is_uniform() -> None:
 
 def test_experts_of_a_token_are_distinct_and_weights_sum_to_one() -> None:
     x = logits(500, 32)
-    weights, ids = route_lognormal_torch(x, inverse(LogNormal(), 32), 4, 7)
+    weights, ids = route_lognormal_torch(x, inverse(LogNormal(), 32), 7, 4)
     assert all(len(set(row)) == 4 for row in ids.tolist()) and int(ids.min()) >= 0 and int(ids.max()) < 32
     assert ids.dtype == torch.int32 and torch.allclose(weights.sum(1), torch.ones(500))
     assert torch.allclose(weights, x.float().gather(1, ids.long()).softmax(1))
@@ -97,9 +97,9 @@ def test_experts_of_a_token_are_distinct_and_weights_sum_to_one() -> None:
 
 def test_equal_tokens_are_routed_alike_wherever_they_stand() -> None:
     x, table = logits(64, 128), inverse(LogNormal(), 128)
-    _, ids = route_lognormal_torch(x, table, 8, 7)
+    _, ids = route_lognormal_torch(x, table, 7, 8)
     order = torch.randperm(64)
-    assert torch.equal(route_lognormal_torch(x[order][:20], table, 8, 7)[1], ids[order][:20])
+    assert torch.equal(route_lognormal_torch(x[order][:20], table, 7, 8)[1], ids[order][:20])
 
 
 def test_layers_seeds_and_tokens_differ() -> None:
@@ -110,12 +110,12 @@ def test_layers_seeds_and_tokens_differ() -> None:
 
     flat = LogNormal(sigma=0, tilt=0)
     x, table, seed = logits(2000, 256), inverse(flat, 256), flat.hash_seed(0)
-    _, ids = route_lognormal_torch(x, table, 8, seed)
-    assert common(ids, route_lognormal_torch(x, table, 8, flat.hash_seed(1))[1]) < 0.05
+    _, ids = route_lognormal_torch(x, table, seed, 8)
+    assert common(ids, route_lognormal_torch(x, table, flat.hash_seed(1), 8)[1]) < 0.05
     assert common(ids, ids.roll(1, 0)) < 0.05
     nudged = x.clone()
     nudged[:, 0] += 0.5
-    assert common(ids, route_lognormal_torch(nudged, table, 8, seed)[1]) < 0.05
+    assert common(ids, route_lognormal_torch(nudged, table, seed, 8)[1]) < 0.05
     model = LogNormal()
     assert {tuple(model.inverse(layer, 32)[0]) for layer in (0, 1, 0)}.__len__() == 2
 
@@ -132,7 +132,7 @@ def test_domains_share_what_they_are_told_to() -> None:
 def test_a_topic_has_favourites_of_its_own() -> None:
     model = LogNormal(sigma=0, tilt=1.0)
     x = logits(20_000, 64)
-    _, ids = route_lognormal_torch(x, inverse(model, 64), 4, 7)
+    _, ids = route_lognormal_torch(x, inverse(model, 64), 7, 4)
     topic = x[:, :16].float().argmax(1)
     for one in (0, 1):
         expected = -torch.from_numpy(model.inverse(0, 64)[one]).log()
@@ -142,7 +142,7 @@ def test_a_topic_has_favourites_of_its_own() -> None:
 
 def test_padding_goes_nowhere() -> None:
     padding = torch.tensor([False, True, False])
-    weights, ids = route_lognormal_torch(logits(3, 32), inverse(LogNormal(), 32), 4, 7, padding)
+    weights, ids = route_lognormal_torch(logits(3, 32), inverse(LogNormal(), 32), 7, 4, padding)
     assert ids[1].tolist() == [-1] * 4 and not weights[1].any() and int(ids[0].min()) >= 0
 
 
@@ -188,9 +188,9 @@ def test_the_kernel_draws_what_torch_draws(dtype: torch.dtype, tokens: int, expe
     x = logits(tokens, experts, dtype=dtype)
     table, padding = inverse(LogNormal(), experts), torch.arange(tokens) == tokens - 2
     for skipped in (None, padding):
-        want = route_lognormal_torch(x, table, top_k, 2**31 - 1, skipped)
+        want = route_lognormal_torch(x, table, 2**31 - 1, top_k, skipped)
         there = [None if t is None else t.to(DEVICE) for t in (x, table, skipped)]
-        got = route_lognormal(there[0], there[1], top_k, 2**31 - 1, there[2], torch.int64)  # type: ignore[arg-type]
+        got = route_lognormal(there[0], there[1], 2**31 - 1, top_k, there[2], torch.int64)  # type: ignore[arg-type]
         assert got[1].dtype == torch.int64 and torch.equal(got[1].cpu().int(), want[1])
         assert torch.allclose(got[0].cpu(), want[0], atol=1e-6)
 
@@ -198,16 +198,16 @@ def test_the_kernel_draws_what_torch_draws(dtype: torch.dtype, tokens: int, expe
 @pytest.mark.gpu
 def test_a_captured_draw_follows_its_input_and_its_table() -> None:
     x, table = logits(64, 512).cuda(), inverse(LogNormal(), 512).cuda()
-    route_lognormal(x, table, 10, 7)
+    route_lognormal(x, table, 7, 10)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, ids = route_lognormal(x, table, 10, 7)
+        _, ids = route_lognormal(x, table, 7, 10)
     for seed, domain in ((1, 0), (1, 1), (2, 1)):
         x.copy_(logits(64, 512, seed))
         table.copy_(inverse(LogNormal(), 512, domain=domain))
         graph.replay()
-        assert torch.equal(ids, route_lognormal(x, table, 10, 7)[1])
-        same = (ids.cpu() == route_lognormal_torch(x.cpu(), table.cpu(), 10, 7)[1]).float().mean()
+        assert torch.equal(ids, route_lognormal(x, table, 7, 10)[1])
+        same = (ids.cpu() == route_lognormal_torch(x.cpu(), table.cpu(), 7, 10)[1]).float().mean()
         assert float(same) > 0.999, "device and torch draw differently"
 
 

@@ -25,9 +25,11 @@ EAGER = str(Path(__file__).parents[1] / "data" / "eager.toml")
 class Rig:
     """An in-process engine, its scheduler and worker, and a step loop with a hook."""
 
-    def __init__(self, model: str, *, vamp: dict[str, Any] | None, **options: Any) -> None:
+    def __init__(self, model: str, *, vamp: dict[str, Any] | None, routing: str = "", **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        if routing:
+            _simulate(routing)
         if vamp is not None:
             options |= {
                 "load_format": "vamp",
@@ -119,6 +121,15 @@ class Rig:
                 self.highest_id = max([self.highest_id, *(block.block_id for block in blocks)])
 
 
+def _simulate(routing: str) -> None:
+    """Route as the strategy of this name says, as an engine started with it in its environment would."""
+    from vamp_integration import benchmark_routing
+    from vamp_integration.lognormal import VARIABLE
+
+    os.environ[VARIABLE] = routing
+    benchmark_routing.register()
+
+
 def _blocks(entry: Any) -> list[Any]:
     return list(entry.values()) if isinstance(entry, dict) else [entry]
 
@@ -149,7 +160,33 @@ def exercised(
     for prompt in prompts(seed, count, length):
         results += rig.generate([prompt], max_tokens)
         rig.check()
-    return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
+    hits = rig.worker._memory.hits.tolist()
+    return {
+        "results": results,
+        "initial": initial,
+        "highest_id": rig.highest_id,
+        "hits": hits,
+        **rig.report(),
+    }
+
+
+def new_domain(model: str, routing: str, kv_mib: int, **work: int) -> Any:
+    """Simulated routing whose domain changes while the engine runs; hits in each half."""
+    extension = "vamp_integration.benchmark_routing.RoutingDomain"
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.25},
+        routing=routing,
+        kv_cache_memory_bytes=kv_mib * MIB,
+        worker_extension_cls=extension,
+    )
+    halves = []
+    for domain in (0, 1):
+        rig.engine.collective_rpc("set_routing_domain", args=(domain,))
+        rig.worker._memory.hits.zero_()
+        _one_by_one(rig, **work)
+        halves.append(rig.worker._memory.hits.tolist())
+    return {"halves": halves}
 
 
 def corrupted(
