@@ -1,8 +1,8 @@
 """Hook, for benchmarks only: simulated routing for models whose weights, and so whose router, are random.
 
 What: where ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY`` begins with ``vamp_lognormal``, registers that strategy
-with vLLM's simulator (``vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py``) and numbers
-its routers, since a strategy is not told its layer, and every layer is skewed in another way. Why: a random
+with vLLM's simulator (``vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py``), and gives
+its routers numbers: a strategy is not told its layer, and every layer is skewed in its own way. Why: a random
 router spreads tokens evenly, as no real one does, and that decides what offloading costs. How: an entry point
 of its own, so that unmodified vLLM can use it too (``VLLM_PLUGINS=vamp_benchmark_routing``). It goes when
 vLLM tells a strategy its layer. vLLM warns once, with the strategy's whole name, that outputs are not valid.

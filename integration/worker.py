@@ -118,6 +118,11 @@ class VampWorkerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._answer(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
+    def vamp_hits(self) -> list[list[int]]:
+        """Tokens routed to each expert, ``[layers][experts]``, since start; for ``collective_rpc``."""
+        hits: list[list[int]] = self._memory.hits.tolist()
+        return hits
+
     def _obey(self, command: StepCommand) -> None:
         try:
             self._boundary.region.claim(command.claimed_blocks)

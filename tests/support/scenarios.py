@@ -189,6 +189,15 @@ def new_domain(model: str, routing: str, kv_mib: int, **work: int) -> Any:
     return {"halves": halves}
 
 
+def profiled(model: str, prompts: str, output: str, max_tokens: int) -> Any:
+    """``vamp profile-routing`` in this process."""
+    from vamp_integration.cli.profile_routing import profile_routing
+
+    engine = ["max_model_len=512", f"kv_cache_memory_bytes={8 * MIB}", "dtype=bfloat16"]
+    profile_routing(model, Path(prompts), None, Path(output), max_tokens, engine, ["model=tiny-qwen3-next"])
+    return {"done": True}
+
+
 def corrupted(
     model: str, seed: int, count: int, length: int, max_tokens: int, kv_mib: int, **options: Any
 ) -> Any:
