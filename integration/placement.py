@@ -101,7 +101,7 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
         geometry.page_bytes // 1024,
         geometry.max_level,
         geometry.pages_per_level * geometry.page_bytes // 1024,
-        geometry.max_level * geometry.pages_per_level * geometry.page_bytes >> 20,
+        geometry.home_slots * geometry.pages_per_level * geometry.page_bytes >> 20,
     )
     return memory
 

@@ -45,7 +45,13 @@ def slab_geometry(
     """The slab for these sizes. Raises ``ConfigError`` naming the setting where no group is whole pages."""
     try:
         return SlabGeometry.plan(
-            layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio
+            layers,
+            experts,
+            part_bytes,
+            granularity(settings, device),
+            settings.max_offload_ratio,
+            # At the highest level, the group that is to leave next needs a home too.
+            spare_homes=int(settings.reselect_mib_per_s > 0),
         )
     except ConfigError as error:
         common = gcd(*part_bytes)

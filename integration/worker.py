@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
+from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first
 
 EXIT_STATE_LOST = 70
 
@@ -42,6 +45,7 @@ class VampWorkerMixin:
     _memory: ExpertMemory
     _boundary: Boundary
     _hit_counts: HitCounts
+    _use: DecayedUse
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
@@ -54,6 +58,7 @@ class VampWorkerMixin:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
+        self._use = decayed_use(memory.slab)
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
@@ -138,14 +143,26 @@ class VampWorkerMixin:
 
     def _follow_coldest(self) -> None:
         """Order groups by measured use and let the home pages follow, at a bounded rate."""
-        slab = self._memory.slab
-        for layer, hits in enumerate(self._hit_counts.poll() or ()):
-            slab.set_coldness(layer, coldest_groups(hits, slab, layer))
+        slab, counts = self._memory.slab, self._hit_counts.poll()
+        if counts is not None:
+            for layer, use in enumerate(self._use.update(counts)):
+                slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
         try:
             slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
             # Homes without a finished copy stay empty: their groups cannot leave, and nothing is wrong.
             logger.warning("VAMP: copying experts to their home pages failed (%s)", error)
+        if self._settings().reselect_mib_per_s:
+            self._report = replace(self._report or Report(), swaps=self._swaps())
+
+    def _swaps(self) -> tuple[Candidate, ...]:
+        """In every layer, the swap that use speaks for, where there is one."""
+        slab = self._memory.slab
+        found = (
+            best_swap(layer, use, slab.out(layer), slab.ready(layer, slab.geometry.groups))
+            for layer, use in enumerate(self._use.use)
+        )
+        return tuple(candidate for candidate in found if candidate is not None)
 
     def _answer(self, output: Any) -> Any:
         if self._report is None or not isinstance(output, ModelRunnerOutput):
@@ -164,6 +181,7 @@ class VampWorkerMixin:
             experts=geometry.experts,
             group=geometry.group,
             level_bytes=geometry.pages_per_level * geometry.page_bytes,
+            layers=geometry.layers,
         )
 
     def _settings(self) -> settings.VampSettings:
@@ -172,9 +190,11 @@ class VampWorkerMixin:
         return chosen
 
 
-def coldest_groups(hits: list[int], slab: Any, layer: int) -> list[int]:
-    """Movable groups of ``layer``, least used first; ties go to the highest index, as before any count."""
-    use = [0] * slab.geometry.groups
-    for expert, count in enumerate(hits):
-        use[slab.record(layer, expert) // slab.geometry.group] += count
-    return sorted(range(slab.geometry.movable_groups), key=lambda group: (use[group], -group))
+def decayed_use(slab: ExpertSlab) -> DecayedUse:
+    """No use yet of any group of ``slab``."""
+    geometry = slab.geometry
+    group_of = [
+        [slab.record(layer, expert) // geometry.group for expert in range(geometry.experts)]
+        for layer in range(geometry.layers)
+    ]
+    return DecayedUse(group_of, geometry.groups)

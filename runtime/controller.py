@@ -22,12 +22,19 @@ class Capacity:
         experts: experts per layer on a rank.
         group: experts per expert group.
         level_bytes: HBM bytes that one level moves on a rank.
+        layers: layers with experts on a rank.
     """
 
     blocks_at: tuple[int, ...]
     experts: int
     group: int
     level_bytes: int
+    layers: int = 1
+
+    @property
+    def group_bytes(self) -> int:
+        """HBM bytes of one group."""
+        return self.level_bytes // self.layers
 
     @property
     def max_level(self) -> int:

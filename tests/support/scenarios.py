@@ -189,6 +189,77 @@ def new_domain(model: str, routing: str, kv_mib: int, **work: int) -> Any:
     return {"halves": halves}
 
 
+def reselecting(
+    model: str,
+    routing: str,
+    work: dict[str, int],
+    vamp: dict[str, Any] | None,
+    kv_mib: int,
+    refuse_every: int = 0,
+) -> Any:
+    """A third of the experts out, chosen on one domain, and then another domain served, one work after the
+    other. ``refuse_every``: the driver refuses one call of every so many moves, a later one each time."""
+    drivers = _faulty_drivers() if refuse_every else []
+    rig = Rig(
+        model,
+        vamp=vamp,
+        routing=routing,
+        kv_cache_memory_bytes=kv_mib * MIB,
+        enable_prefix_caching=False,
+        worker_extension_cls="vamp_integration.benchmark_routing.RoutingDomain",
+    )
+    if vamp is None:
+        first = _one_by_one(rig, **work)
+        rig.engine.collective_rpc("set_routing_domain", args=(1,))
+        return {"results": first + _one_by_one(rig, **work)}
+    rig.worker.home_refresh_steps = 8
+    arbiter, boundary, hits = rig.scheduler.arbiter, rig.worker._boundary, rig.worker._memory.hits
+    # Counts first, so that what leaves is what the first domain uses least.
+    results = _one_by_one(rig, **work)
+    arbiter.want(arbiter.controller.max_level)
+    rig.generate(prompts(9, 1, 32), 16)
+    rig.settle()
+    rig.check()
+    run, turn = boundary.run, iter(range(1, 1_000_000))
+
+    def run_with_fault(move: Any) -> Any:
+        number = next(turn)
+        drivers[0].arm(number // refuse_every if number % refuse_every == 0 else 0)
+        outcome = run(move)
+        drivers[0].arm(0)
+        boundary.check_integrity()
+        return outcome
+
+    if refuse_every:
+        boundary.run = run_with_fault
+    first_out = [boundary.slab.out(layer) for layer in range(boundary.slab.geometry.layers)]
+    rig.engine.collective_rpc("set_routing_domain", args=(1,))
+    hits.zero_()
+    results += _one_by_one(rig, **work)
+    rig.settle()
+    rig.check()
+    counts = hits.tolist()
+    last_out = [boundary.slab.out(layer) for layer in range(boundary.slab.geometry.layers)]
+
+    def share(out: list[tuple[int, ...]]) -> float:
+        """Of the second domain's selections, those of experts that are out."""
+        away = [
+            counts[layer][e]
+            for layer, groups in enumerate(out)
+            for group in groups
+            for e in boundary.slab.experts_of(layer, group)
+        ]
+        return sum(away) / sum(map(sum, counts))
+
+    return {
+        "results": results,
+        "first_share": share(first_out),
+        "last_share": share(last_out),
+        "pool_blocks": arbiter.pool.num_gpu_blocks,
+        **rig.report(),
+    }
+
+
 def profiled(model: str, prompts: str, output: str, max_tokens: int) -> Any:
     """``vamp profile-routing`` in this process."""
     from vamp_integration.cli.profile_routing import profile_routing
