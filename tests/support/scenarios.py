@@ -535,6 +535,33 @@ def two_ranks(model: str, fault: str) -> Any:
         return {"error": f"{type(error).__name__}: {error}", **rig.report()}
 
 
+def two_ranks_swap(model: str, routing: str, vamp: dict[str, Any] | None, **work: int) -> Any:
+    """Tensor parallel over two processes; the domain of simulated routing changes half-way."""
+    from vllm.v1.executor import multiproc_executor
+
+    from vamp_integration import worker
+
+    # Forked ranks have what is replaced here; the CPU platform would spawn them.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    worker.VampWorkerMixin.home_refresh_steps = 8
+    rig = Rig(
+        model,
+        vamp=vamp,
+        routing=routing,
+        kv_cache_memory_bytes=(3 if vamp else 64) * MIB,
+        enable_prefix_caching=False,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls="vamp_integration.benchmark_routing.RoutingDomain",
+    )
+    results = _one_by_one(rig, **work)
+    if vamp is not None:
+        rig.scheduler.arbiter.want(rig.scheduler.arbiter.controller.max_level)
+    rig.engine.collective_rpc("set_routing_domain", args=(1,))
+    results += _one_by_one(rig, **work)
+    return {"results": results, **(rig.report() if vamp is not None else {})}
+
+
 def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
     """Body of a scenario's process: its output goes to ``log``, its result through ``sender``."""
     with open(log, "w") as stream:

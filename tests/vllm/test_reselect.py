@@ -54,6 +54,17 @@ def test_off_is_off(tiny_model: Path, unmodified: list[dict[str, Any]]) -> None:
     assert "swap" not in run["moves_by_kind"] and run["first_share"] == run["last_share"]
 
 
+def test_two_ranks_swap_the_same_groups(tiny_model: Path) -> None:
+    work = {"seed": 4, "count": 2, "length": 300, "max_tokens": 48}
+    vamp = {"max_offload_ratio": 0.34, "restore": False, "reselect_mib_per_s": 1000}
+    plain, run = (
+        run_scenario("two_ranks_swap", tiny_model, routing=ROUTING, vamp=each, **work)
+        for each in (None, vamp)
+    )
+    assert run["results"] == plain["results"]
+    assert run["moves_by_kind"]["swap"] >= 3 and run["failed_moves"] == 0
+
+
 class Desk:
     """A reselector over a real controller at level 2, a clock of its own, and ranks that do as told."""
 
