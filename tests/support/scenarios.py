@@ -196,6 +196,7 @@ def reselecting(
     vamp: dict[str, Any] | None,
     kv_mib: int,
     refuse_every: int = 0,
+    **options: Any,
 ) -> Any:
     """A third of the experts out, chosen on one domain, and then another domain served, one work after the
     other. ``refuse_every``: the driver refuses one call of every so many moves, a later one each time."""
@@ -207,6 +208,7 @@ def reselecting(
         kv_cache_memory_bytes=kv_mib * MIB,
         enable_prefix_caching=False,
         worker_extension_cls="vamp_integration.benchmark_routing.RoutingDomain",
+        **options,
     )
     if vamp is None:
         first = _one_by_one(rig, **work)
