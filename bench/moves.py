@@ -240,7 +240,7 @@ def record(result: list[dict[str, Any]], commit: str) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "driver": driver_version()},
         "notes": [
             "host clock; total: from request to publish",
-            "bubble: what steps of a move took beyond as many median ones; without steps, until start is back",
+            "bubble: what its steps took beyond as many median ones; without steps, until start returned",
             "driver: inside the CUDA driver's calls, without the wait for the steps before",
         ],
         "rows": result,
