@@ -71,6 +71,7 @@ class Rank:
         self.region = KVRegion(self.driver, ledger, kv, pages=pages)
         self.boundary = Boundary(self.slab, self.region, SoleRank(), self.driver)
         self.driver_s = 0.0
+        self.calls: dict[str, list[float]] = {}
         plain = self.driver._api.plain
 
         def clocked(name: str, *args: object) -> Any:
@@ -78,8 +79,12 @@ class Rank:
             try:
                 return plain(name, *args)
             finally:
+                taken = time.perf_counter() - begin
                 if name != "cuEventSynchronize":  # that is waiting for the steps before
-                    self.driver_s += time.perf_counter() - begin
+                    self.driver_s += taken
+                # Access to host memory names two places, to the device's one.
+                of_host = name == "cuMemSetAccess" and args[-1] == 2
+                self.calls.setdefault(f"{name} (host)" if of_host else name, []).append(taken * 1e6)
 
         self.driver._api.plain = clocked  # type: ignore[method-assign]
 
@@ -102,9 +107,10 @@ class Steps:
             torch.mm(x, x, out=y)
         end.record()
         end.synchronize()
+        products = max(1, round(step_ms * 20 / begin.elapsed_time(end)))
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            for _ in range(max(1, round(step_ms * 20 / begin.elapsed_time(end)))):
+            for _ in range(products):
                 torch.mm(x, x, out=y)
         self.before: torch.cuda.Event | None = None
 
@@ -208,6 +214,7 @@ def main() -> None:
             arguments.max_offload_ratio,
             arguments.kv_mib,
         )
+    rank.calls.clear()
     steps = Steps(arguments.step_ms, arguments.python_ms)
     found = []
     for mode in MODES:
@@ -216,6 +223,12 @@ def main() -> None:
                 some = steps if mode == "beside_steps" else None
                 found.append(measure(rank, mode, kind, arguments.levels, some))
     rank.boundary.check_integrity()
+    for name, times in sorted(rank.calls.items(), key=lambda call: -sum(call[1])):
+        times.sort()
+        share, high = sum(times) / sum(map(sum, rank.calls.values())), times[len(times) * 99 // 100]
+        print(
+            f"{name:28} {len(times):6} calls {statistics.median(times):9.1f} us, p99 {high:9.1f}, {share:4.0%}"
+        )
     table = Table("operation", "mode", "MiB", "groups", "total ms", "bubble ms", "driver ms")
     result = list(rows(found, rank, arguments.levels, arguments))
     for row in result:
