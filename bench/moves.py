@@ -226,9 +226,7 @@ def main() -> None:
     for name, times in sorted(rank.calls.items(), key=lambda call: -sum(call[1])):
         times.sort()
         share, high = sum(times) / sum(map(sum, rank.calls.values())), times[len(times) * 99 // 100]
-        print(
-            f"{name:28} {len(times):6} calls {statistics.median(times):9.1f} us, p99 {high:9.1f}, {share:4.0%}"
-        )
+        print(f"{name:28} {len(times):6} x {statistics.median(times):9.1f} us, p99 {high:9.1f}, {share:4.0%}")
     table = Table("operation", "mode", "MiB", "groups", "total ms", "bubble ms", "driver ms")
     result = list(rows(found, rank, arguments.levels, arguments))
     for row in result:

@@ -160,7 +160,7 @@ def corrupted(
     """Everything offloaded that may be; one offloaded expert is spoilt, then one block on a moved page."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         enable_prefix_caching=False,
         **options,
@@ -314,7 +314,7 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         **options,
     )
