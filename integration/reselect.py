@@ -10,17 +10,21 @@ import time
 from collections.abc import Sequence
 
 from vamp_integration.arbiter import Arbiter
-from vamp_integration.settings import VampSettings
 from vamp_runtime.policy.reselect import Allowance, Candidate, choose_swaps
 
 
 class Reselector:
-    """For the scheduler's thread only."""
+    """For the scheduler's thread only.
 
-    def __init__(self, arbiter: Arbiter, settings: VampSettings) -> None:
+    Args:
+        mib_per_s: most that is swapped, in MiB a second.
+        max_bubble_s: longest time that one move may take, in seconds; at least one pair of groups is swapped.
+    """
+
+    def __init__(self, arbiter: Arbiter, mib_per_s: float, max_bubble_s: float) -> None:
         self.arbiter = arbiter
-        self._max_bubble_s = settings.max_bubble_ms / 1e3
-        self._allowance = Allowance(settings.reselect_mib_per_s * 2**20, at=time.monotonic())
+        self._max_bubble_s = max_bubble_s
+        self._allowance = Allowance(mib_per_s * 2**20, at=time.monotonic())
         self._candidates: list[Candidate] = []
         self._epoch = 0
 

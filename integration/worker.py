@@ -29,6 +29,7 @@ from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.mover import Mover
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
 from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first
@@ -44,11 +45,14 @@ class VampWorkerMixin:
 
     _memory: ExpertMemory
     _boundary: Boundary
+    _mover: Mover
     _hit_counts: HitCounts
     _use: DecayedUse
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
+    _claim: int | None = None
+    _homes_due: bool = False
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -89,6 +93,10 @@ class VampWorkerMixin:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
+        tables = self._memory.tables
+        self._mover = Mover(
+            self._boundary, tables.update if tables is not None else None, end_process, driver.bind_thread
+        )
         capacity = self._capacity(pages)
         self._capacity_report = Report(capacity=capacity)
         logger.info(
@@ -112,11 +120,11 @@ class VampWorkerMixin:
         return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        command = get_command(scheduler_output)
-        if command is not None:
-            self._obey(command)
+        self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
         self._steps += 1
         if self._steps % self.home_refresh_steps == 0:
+            self._order_by_use()
+        if self._homes_due and not self._mover.busy:
             self._follow_coldest()
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
@@ -128,25 +136,40 @@ class VampWorkerMixin:
         hits: list[list[int]] = self._memory.hits.tolist()
         return hits
 
-    def _obey(self, command: StepCommand) -> None:
+    def _obey(self, command: StepCommand | None, idle: bool) -> None:
+        """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
         try:
-            self._boundary.region.claim(command.claimed_blocks)
-            if command.move is not None:
-                self._report = Report(outcome=self._boundary.run(command.move))
-                if self._memory.tables is not None:
-                    self._memory.tables.update()
+            if command is not None:
+                self._claim = command.claimed_blocks
+            self._take_outcome(wait=idle or (command is not None and command.move is not None))
+            if command is not None and command.move is not None:
+                self._mover.start(command.move)
+                self._take_outcome(wait=idle)
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.
             traceback.print_exc()
-            logger.critical("VAMP: a move failed and could not be undone; ending the process")
-            os._exit(EXIT_STATE_LOST)
+            end_process()
 
-    def _follow_coldest(self) -> None:
-        """Order groups by measured use and let the home pages follow, at a bounded rate."""
+    def _take_outcome(self, wait: bool) -> None:
+        outcome = self._mover.finish(wait)
+        if outcome is not None:
+            self._report = replace(self._report or Report(), outcome=outcome)
+        if self._claim is not None and not self._mover.busy:
+            # Bookkeeping of who owns a page; the region is the mover's while a move is under way.
+            self._boundary.region.claim(self._claim)
+            self._claim = None
+
+    def _order_by_use(self) -> None:
+        """Order groups by measured use: in the same step on every rank, also while a move is under way."""
         slab, counts = self._memory.slab, self._hit_counts.poll()
         if counts is not None:
             for layer, use in enumerate(self._use.update(counts)):
                 slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
+        self._homes_due = True
+
+    def _follow_coldest(self) -> None:
+        """Let the home pages follow that order, at a bounded rate, and offer the swaps it speaks for."""
+        slab, self._homes_due = self._memory.slab, False
         try:
             slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
@@ -198,3 +221,9 @@ def decayed_use(slab: ExpertSlab) -> DecayedUse:
         for layer in range(geometry.layers)
     ]
     return DecayedUse(group_of, geometry.groups)
+
+
+def end_process() -> None:
+    """End this rank at once: it may not serve another token."""
+    logger.critical("VAMP: a move failed and could not be undone; ending the process")
+    os._exit(EXIT_STATE_LOST)

@@ -70,7 +70,6 @@ class Desk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rate: float, layers: int = 4) -> None:
         from vamp_integration import reselect
-        from vamp_integration.settings import VampSettings
 
         self.now = 100.0
         monkeypatch.setattr(reselect, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -79,8 +78,7 @@ class Desk:
         self.pool = SimpleNamespace(cordon_limit=None)
         arbiter = SimpleNamespace(controller=self.controller, pool=self.pool, swap_s=0.030)
         self.arbiter = arbiter
-        settings = VampSettings(reselect_mib_per_s=rate, max_bubble_ms=30.0)
-        self.reselector = reselect.Reselector(arbiter, settings)  # type: ignore[arg-type]
+        self.reselector = reselect.Reselector(arbiter, rate, max_bubble_s=0.030)  # type: ignore[arg-type]
         self.controller.request_offload(2)
         self.settle()
 
