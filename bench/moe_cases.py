@@ -154,13 +154,13 @@ def recorded_hits(path: Path, experts: int, top_k: int) -> torch.Tensor:
     try:
         layers = json.loads(path.read_text(encoding="utf-8"))["hits"]
         hits = torch.tensor(layers, dtype=torch.float64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f'{path}: not {{"hits": [[count of expert 0, ...], ...]}} ({error})') from error
     if hits.dim() != 2 or hits.shape[1] != experts:
         raise ValueError(f"{path}: hits is {list(hits.shape)}, expected [layers, {experts}]")
     for layer, counts in enumerate(hits):
-        if not bool((counts >= 0).all()) or int((counts > 0).sum()) < top_k:
-            raise ValueError(f"{path}: hits[{layer}] needs {top_k} experts above 0 and none below")
+        if not bool(((counts >= 0) & counts.isfinite()).all()) or int((counts > 0).sum()) < top_k:
+            raise ValueError(f"{path}: hits[{layer}] needs {top_k} experts above 0, none below, all finite")
     return hits
 
 
@@ -180,6 +180,8 @@ def popularity(
             sigma = float(rest)
         except ValueError as error:
             raise ValueError(f"--routing {routing}: SIGMA is no number, try lognormal:1.06") from error
+        if not 0 <= sigma < math.inf:
+            raise ValueError(f"--routing {routing}: expected a SIGMA of 0 or more, try lognormal:1.06")
         draw = torch.randn(count, shape.experts, generator=generator, device=device)
         return list(sigma * draw)
     if kind == "recorded" and rest:

@@ -32,12 +32,15 @@ from moe_report import Row, git_commit, line, report, summary
 from moe_residency import LinkRates, PagedWeights, Placement, choose, link_rates
 
 from vamp_kernels import ranges
+from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_ARMS = {"bf16": ("vamp", "vllm", "torch_grouped_mm"), "fp8": ("vamp", "vllm", "vllm_swept")}
 DIMENSIONS = ("experts", "top_k", "hidden", "intermediate")
+LEAST = dict.fromkeys((*DIMENSIONS, "tp", "tokens", "repetitions"), 1)
+LEAST |= dict.fromkeys(("host", "peer", "staged", "staging", "sweep_seconds"), 0)
 
 
 def parse() -> argparse.ArgumentParser:
@@ -75,11 +78,21 @@ def parse() -> argparse.ArgumentParser:
 
 def shapes(arguments: argparse.Namespace) -> list[tuple[str, int, Shape]]:
     """Model, TP degree and a rank's shape; ``ValueError`` where the arguments do not give one."""
+    for name, least in LEAST.items():
+        values = getattr(arguments, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and not value >= least:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     given = [getattr(arguments, name) for name in DIMENSIONS]
     models = {name: MODELS[name] for name in arguments.model or ["qwen3-next"]}
     if any(given):
         if arguments.model or not all(given):
             raise ValueError("--experts, --top-k, --hidden and --intermediate go together, without --model")
+        if arguments.experts > MAX_EXPERTS or arguments.top_k > min(arguments.experts, MAX_TOP_K):
+            raise ValueError(
+                f"--experts {arguments.experts} --top-k {arguments.top_k}: "
+                f"expected at most {MAX_EXPERTS}, and at most {MAX_TOP_K} of them"
+            )
         models = {"x".join(map(str, given)): Shape(*given)}
     found = [(name, tp, shape.shard(tp)) for name, shape in models.items() for tp in arguments.tp]
     for name, tp, shape in found:
@@ -108,16 +121,39 @@ def available(arguments: argparse.Namespace, paged: bool) -> list[str]:
     for arm, reason in reasons.items():
         if reason:
             print(f"without {arm}: {reason}", file=sys.stderr)
-    return [arm for arm in arms if not reasons[arm]]
+    found = [arm for arm in arms if not reasons[arm]]
+    if not any(tokens <= ARMS[arm].most_tokens for arm in found for tokens in arguments.tokens):
+        raise ValueError("--arm: none can run here with these --tokens")
+    return found
+
+
+def prepare_files(arguments: argparse.Namespace) -> None:
+    """Make the folders of the files to write; ``ValueError`` where one could not be written after the run."""
+    files = {name: getattr(arguments, name) for name in ("json", "plot") if getattr(arguments, name)}
+    for name, path in files.items():
+        if path.is_dir():
+            raise ValueError(f"--{name} {path}: is a folder, expected a file")
+        if name == "plot":
+            importlib.import_module("moe_plot").check_suffix(path)
+    for name, path in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--{name} {path}: {error.strerror}") from error
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{name} {path}: cannot be written")
 
 
 def open_driver(arguments: argparse.Namespace) -> MemoryDriver:
+    """``ValueError`` or ``ConfigError`` where this machine has no such memory."""
     if torch.cuda.is_available():
         from vamp_runtime.memory.cuda import CudaDriver
 
         return CudaDriver(0, peer=1 if arguments.peer else None)
     from vamp_runtime.memory.host import HostDriver
 
+    if arguments.peer:
+        raise ValueError(f"--peer {arguments.peer}: needs a second CUDA device")
     return HostDriver()
 
 
@@ -139,7 +175,8 @@ def run_shape(
     if driver is None:
         weights, paged = make_weights(shape, layers, device, dtype), None
     else:
-        staging = arguments.staging or max(*(arguments.host or ()), 1, 1)
+        staging = arguments.staging
+        staging = max(*(arguments.host or ()), 1, 1) if staging is None else staging
         paged = PagedWeights(driver, shape, layers, device, dtype, arguments.staged, staging)
     for placement in placements(arguments):
         if paged is not None:
@@ -164,7 +201,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         if os.environ.get("TRITON_INTERPRET") != "1":
-            raise SystemExit("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels at tiny sizes")
+            parser.error("no CUDA device: TRITON_INTERPRET=1 --model tiny interprets the kernels on a CPU")
         print("interpreted on a CPU: the times below mean nothing", file=sys.stderr)
     paged = bool(arguments.host is not None or arguments.peer or arguments.staged)
     try:
@@ -172,7 +209,9 @@ def main() -> None:
         for option, module in (("nvtx", "nvtx"), ("plot", "matplotlib")):
             if getattr(arguments, option) and importlib.util.find_spec(module) is None:
                 raise ValueError(f"--{option}: needs the package {module}; pip install {module}")
+        arms = available(arguments, paged)
         driver = open_driver(arguments) if paged else None
+        prepare_files(arguments)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     if arguments.nvtx:
@@ -189,7 +228,7 @@ def main() -> None:
         not arguments.no_check,
         arguments.sweep_seconds,
     )
-    arms, rows = available(arguments, paged), []
+    rows: list[Row] = []
     for case in cases:
         rows += run_shape(arguments, case, arms, run, driver)
     if driver is not None:
@@ -197,7 +236,6 @@ def main() -> None:
     print("\n".join(summary(rows)), flush=True)
     record = report(rows, run.limits, links, arguments.commit or git_commit())
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if arguments.plot:
         importlib.import_module("moe_plot").save(record, arguments.plot)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -36,6 +37,29 @@ def draw(record: dict[str, Any]) -> Figure:
     if any(row.get("bound_us") for row in rows):
         return _figure(record, _groups(rows, ("model", "dtype", "tp", "tokens")), _against_host)
     return _figure(record, _groups(rows, ("model", "dtype", "tp")), _against_tokens)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record at ``path``; ``ValueError`` naming it and what is wrong."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(record, dict) and record.get("rows")):
+            raise ValueError("no rows")
+        draw(record)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: no {error} in it or in one of its rows") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a record of moe_layer.py ({error})") from error
+    return record
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ``ValueError`` where the suffix of ``path`` names no format that can be written."""
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"{path}: no format to plot in, expected one of {', '.join(sorted(formats))}")
 
 
 def save(record: dict[str, Any], path: Path) -> None:
@@ -123,7 +147,11 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.png")
     arguments = parser.parse_args()
-    save(json.loads(arguments.record.read_text(encoding="utf-8")), arguments.out)
+    try:
+        check_suffix(arguments.out)
+        save(read(arguments.record), arguments.out)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

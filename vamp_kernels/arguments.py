@@ -93,11 +93,14 @@ def check_for_kernels(a: MoeArguments) -> None:
     """What the kernels need beyond ``check``."""
     hidden_states, experts = a.hidden_states, a.experts
     _require(hidden_states.dtype in KERNEL_DTYPES, "hidden_states", hidden_states, "bf16 or fp16")
+    _require(len(a.w13) >= 1, "w13", a.w13, "one slot or more")
     counted = ("w13", a.w13) if a.slot_table is None else ("slot_table", a.slot_table)
     _require(1 <= experts <= MAX_EXPERTS, *counted, f"1..{MAX_EXPERTS} experts")
     _require(1 <= a.topk_ids.shape[1] <= MAX_TOP_K, "topk_ids", a.topk_ids, f"[M, 1..{MAX_TOP_K}]")
     _require(a.out.shape == hidden_states.shape, "out", a.out, f"{list(hidden_states.shape)}")
     _require(a.out.dtype == hidden_states.dtype, "out", a.out, f"{hidden_states.dtype}, as hidden_states")
+    if len(a.out) > 1 and a.out.stride(0) < a.out.shape[1]:
+        raise ValueError(f"out has strides {a.out.stride()}, expected rows that do not overlap")
     if a.hits is not None:
         fits = a.hits.shape == (experts,) and a.hits.dtype in ID_DTYPES
         _require(fits, "hits", a.hits, f"[{experts}] int32 or int64")

@@ -117,6 +117,7 @@ def fused_moe(
         return a.out
     launch = _checked_launch(a, launch)
     workspace = workspace or Workspace(hidden_states.device)
+    _check_device(hidden_states.device, workspace)
     up, down, pdl = launch.gate_up, launch.down, launch.dependent_launch
     if isinstance(up, GemvLaunch) and isinstance(down, GemvLaunch):
         _by_pair(a, up, down, pdl, workspace)
@@ -139,20 +140,31 @@ def _checked_launch(a: MoeArguments, launch: MoeLaunch | None) -> MoeLaunch:
     return launch
 
 
+def _check_device(device: torch.device, workspace: Workspace) -> None:
+    """Raise ``ValueError`` where kernels do not run on ``device``, or ``workspace`` is of another."""
+    from vamp_kernels.operands import interpreted
+
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        expected = "cuda, or cpu with TRITON_INTERPRET=1 set before Triton is imported"
+        raise ValueError(f"hidden_states is on {device}, expected {expected}")
+    if workspace.device.type != device.type or workspace.device.index not in (None, device.index):
+        raise ValueError(f"workspace is on {workspace.device}, expected {device}, as hidden_states")
+
+
 def _by_pair(
     a: MoeArguments, up_launch: GemvLaunch, down_launch: GemvLaunch, pdl: bool, workspace: Workspace
 ) -> None:
-    from vamp_kernels import gemv
+    from vamp_kernels import down_gemv, gate_up_gemv
 
     dtype = torch.float32 if a.w13.dtype == FP8 else a.w13.dtype
     act = workspace.take("act", (a.topk_ids.numel(), a.w2.shape[2]), dtype)
     slots, on_input = a.slot_table, a.weight_on_input
     hosts = a.host_experts if len(a.topk_ids) > 1 else None  # one token reads every expert once
     router = (a.topk_weights, a.topk_ids)
-    gemv.gate_up_pairs(
+    gate_up_gemv.gate_up_pairs(
         a.hidden_states, a.w13, *router, act, up_launch, slots, a.hits, on_input, pdl, a.w13_scale, hosts
     )
-    gemv.down_tokens(act, a.w2, *router, a.out, down_launch, slots, on_input, pdl, a.w2_scale, hosts)
+    down_gemv.down_tokens(act, a.w2, *router, a.out, down_launch, slots, on_input, pdl, a.w2_scale, hosts)
 
 
 def _by_tile(

@@ -231,6 +231,8 @@ def check_launch(launch: MoeLaunch, dtype: torch.dtype) -> None:
     lie in one block of them; the gate-up GEMM writes whole groups.
     """
     up, down = launch.gate_up, launch.down
+    for stage in (up, down):
+        _check_sizes(stage)
     if isinstance(up, GemvLaunch) != isinstance(down, GemvLaunch):
         raise ValueError("launch mixes GEMV and GEMM, expected one kind for both products")
     if not isinstance(up, GemvLaunch) and not isinstance(down, GemvLaunch):
@@ -251,6 +253,18 @@ def check_launch(launch: MoeLaunch, dtype: torch.dtype) -> None:
             raise ValueError(
                 f"launch has block_n {stage.block_n} and block_k {stage.block_k}, expected {expected} for fp8"
             )
+
+
+def _check_sizes(stage: GemmLaunch | SpecialisedLaunch | GemvLaunch) -> None:
+    """Raise ``ValueError`` for sizes no kernel takes; the plain ones' blocks and warps are powers of two."""
+    for name, size in vars(stage).items():
+        if isinstance(size, bool):
+            continue
+        power = not isinstance(stage, SpecialisedLaunch) and name not in ("span", "num_stages")
+        least = 0 if name == "small_m" else 1
+        if size < least or (power and size > 0 and size != power_of_two(size)):
+            expected = "a power of two" if power else "1 or more"
+            raise ValueError(f"launch has {name} {size}, expected {expected}")
 
 
 def check_specialised(launch: MoeLaunch, hidden: int, intermediate: int, limits: DeviceLimits) -> None:

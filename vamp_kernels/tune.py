@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
 from vamp_kernels.fused_moe import fused_moe
 from vamp_kernels.launch import (
     FP8,
@@ -165,9 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repetitions", type=int, default=10)
     a = parser.parse_args(argv)
-    sizes = (a.experts, a.top_k, a.hidden, a.intermediate, *a.tokens)
-    if min(sizes) < 1 or a.top_k > a.experts:
+    if min(a.experts, a.top_k, a.hidden, a.intermediate, *a.tokens) < 1 or a.top_k > a.experts:
         parser.error("sizes and --tokens must be 1 or more, and --top-k at most --experts")
+    if a.experts > MAX_EXPERTS or a.top_k > MAX_TOP_K:
+        parser.error(f"--experts must be at most {MAX_EXPERTS}, --top-k at most {MAX_TOP_K}")
+    if a.repetitions < 1 or a.rounds < 0:
+        parser.error("--repetitions must be 1 or more, --rounds 0 or more")
     if a.dtype == "fp8" and (a.hidden % SCALE_BLOCK or a.intermediate % SCALE_BLOCK):
         parser.error(f"--dtype fp8: --hidden and --intermediate must be multiples of {SCALE_BLOCK}")
     cuda = torch.cuda.is_available()
@@ -180,9 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
     for tokens in a.tokens:
         problem = Problem(tokens, a.experts, a.top_k, a.hidden, a.intermediate, DTYPES[a.dtype])
-        chosen = choose_launch(tokens, a.hidden, a.intermediate, a.experts, a.top_k, problem.dtype, limits)
-        layer = Layer(problem, device, steps_beyond_cache(problem, cache), a.repetitions)
-        print(report(problem, search(chosen, problem, limits, layer.time_us, a.rounds)), flush=True)
+        sizes = (a.hidden, a.intermediate, a.experts, a.top_k)
+        try:
+            chosen = choose_launch(tokens, *sizes, problem.dtype, limits)
+            layer = Layer(problem, device, steps_beyond_cache(problem, cache), a.repetitions)
+            tuned = search(chosen, problem, limits, layer.time_us, a.rounds)
+        except ValueError as error:
+            parser.error(f"--tokens {tokens}: {error}")
+        print(report(problem, tuned), flush=True)
     if not cuda:
         print("interpreted on a CPU: the times mean nothing", file=sys.stderr)
     return 0

@@ -20,7 +20,7 @@ from vamp_runtime.memory.host import HostDriver
 
 BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
-MODULES = ("cases", "residency", "sweep", "report", "plot", "measure")
+MODULES = ("cases", "residency", "sweep", "report", "plot", "measure", "layer")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,8 @@ def test_routings_draw_what_they_say(bench: Any, tmp_path: Path) -> None:
         ('{"hits": [[1, 2]]}', r"is \[1, 2\], expected \[layers, 3\]"),
         ('{"hits": [[1, 1, 1], [0, 0, 1]]}', r"hits\[1\] needs 2 experts above 0"),
         ('{"hits": [[1, 1, -1]]}', r"hits\[0\]"),
+        ('{"hits": [[1, 1, Infinity]]}', r"hits\[0\].*all finite"),
+        ('{"hits": [[1, 1, 1' + "0" * 400 + "]]}", "int too large"),
     ],
 )
 def test_a_recording_that_does_not_fit_is_named(bench: Any, tmp_path: Path, text: str, says: str) -> None:
@@ -194,6 +196,60 @@ def test_plots_are_drawn_from_a_record_alone(bench: Any, tmp_path: Path) -> None
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert labels == {"vamp", "bound", "vamp, all in HBM"}
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "Expecting property name"),
+        ('{"rows": []}', "no rows"),
+        ('{"rows": [1]}', "not a record of moe_layer.py"),
+        ('{"rows": [{"model": "m"}]}', "no 'dtype' in it"),
+    ],
+)
+def test_a_record_that_cannot_be_plotted_is_named(
+    bench: Any, tmp_path: Path, text: str, says: str, monkeypatch: Any, capsys: Any
+) -> None:
+    record, out = tmp_path / "broken.json", tmp_path / "out" / "plot.png"
+    record.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["moe_plot.py", str(record), "-o", str(out)])
+    with pytest.raises(SystemExit) as end:
+        bench["plot"].main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and f"{record}: {says}" in last and not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tp 0", "--tp 0: expected 1 or more"),
+        ("--tokens 4 -1", "--tokens -1: expected 1 or more"),
+        ("--repetitions 0", "--repetitions 0: expected 1 or more"),
+        ("--host -1", "--host -1: expected 0 or more"),
+        ("--peer 1", "--peer 1: needs a second CUDA device"),
+        ("--experts 0", "--experts 0: expected 1 or more"),
+        ("--experts 8 --top-k 9 --hidden 16 --intermediate 16", "--experts 8 --top-k 9: expected at most"),
+        ("--routing lognormal:nan", "--routing lognormal:nan: expected a SIGMA of 0 or more"),
+        ("--arm vllm", "--arm: none can run here"),
+        ("--json .", "--json .: is a folder"),
+        ("--json file/moe.json", "--json file/moe.json: "),
+        ("--plot moe.nope", "moe.nope: no format to plot in"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    bench: Any, words: str, says: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(sys, "argv", ["moe_layer.py", "--json", "out/moe.json", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        bench["layer"].main()
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and not printed.out and says in printed.err.splitlines()[-1]
+    assert os.listdir() == ["file"]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 16), ("fp8", 128)])

@@ -544,6 +544,8 @@ def test_slots_that_cannot_be_copied_are_refused(case: Case) -> None:
         ("slot_table", lambda t: torch.stack([t, t], 1)[:, 0]),
         ("out", lambda t: t[1:]),
         ("out", lambda t: t.float()),
+        ("out", lambda t: t[:1].expand(t.shape)),
+        ("w13", lambda t: t[:0]),
         ("hits", lambda t: t[1:]),
         ("hits", lambda t: t.float()),
         ("host_experts", lambda t: t.int()),
@@ -565,8 +567,23 @@ def test_an_argument_that_the_kernels_cannot_take_is_named(name: str, change: An
     a[name] = change(a[name])
     if name == "hidden_states":
         a |= {"w13": a["w13"].float(), "w2": a["w2"].float()}
+    if len(a["w13"]) == 0:
+        a["w2"] = a["w2"][:0]
     with pytest.raises(ValueError, match=f"^{name} "):
         fused_moe(**a)
+
+
+@kernels_run
+def test_a_workspace_of_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^workspace is on meta, expected "):
+        fused_moe(**make(Case()), workspace=Workspace(torch.device("meta")))
+
+
+@pytest.mark.skipif(INTERPRET, reason="a CPU will do for the interpreter")
+def test_a_device_that_no_kernel_runs_on_is_refused() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"^hidden_states is on cpu, expected cuda, or cpu with TRITON_INT"):
+        fused_moe(**make(Case(), device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,22 @@ def test_down_multiplies_whole_tiles_or_parts_of_them(rows: int) -> None:
         check_launch(launch, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"block_m": 0}, "block_m 0, expected a power of two"),
+        ({"block_n": -16}, "block_n -16, expected a power of two"),
+        ({"block_k": 24}, "block_k 24, expected a power of two"),
+        ({"small_m": 12}, "small_m 12, expected a power of two"),
+        ({"span": -1}, "span -1, expected 1 or more"),
+    ],
+)
+def test_sizes_that_no_kernel_takes_are_named(changes: dict[str, int], says: str) -> None:
+    gemm = GemmLaunch(64, 128, 64, 4, 2)
+    with pytest.raises(ValueError, match=f"^launch has {says}$"):
+        check_launch(MoeLaunch(gemm, replace(gemm, **changes)), torch.bfloat16)  # type: ignore[arg-type]
+
+
 def test_specialised_down_multiplies_whole_tiles_only() -> None:
     with pytest.raises(ValueError, match="launch has block_m 128 and 64, expected equal ones"):
         check_launch(MoeLaunch(SpecialisedLaunch(128, 128, 4), SpecialisedLaunch(64, 128, 5)), torch.bfloat16)

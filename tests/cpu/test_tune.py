@@ -131,6 +131,8 @@ SIZES = ["--experts", "2", "--top-k", "1", "--hidden", "16", "--intermediate", "
     [
         ([], "error: no CUDA device; TRITON_INTERPRET=1 interprets"),
         (["--top-k", "3"], "--top-k at most --experts"),
+        (["--experts", "1025"], "--experts must be at most 1024, --top-k at most 16"),
+        (["--repetitions", "0"], "--repetitions must be 1 or more"),
         (["--dtype", "fp8"], "must be multiples of 128"),
     ],
 )
