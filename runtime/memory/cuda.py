@@ -144,13 +144,15 @@ class CudaDriver:
             gone.append(mapping)
         self._space.drop_mappings(found)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         found = self._space.check_copy(target, source, nbytes)
-        self._busy.update(mapping.address for mapping in found)
+        if stream is None:
+            self._busy.update(mapping.address for mapping in found)
         # One copy must not span two tiers: the driver takes the kind of memory from the first byte.
         seams = self._space.seams(target, nbytes) + self._space.seams(source, nbytes)
         for start, end in pairwise(sorted({0, nbytes, *seams})):
-            self._api.call("cuMemcpyAsync", target + start, source + start, end - start, self._stream)
+            on = self._stream if stream is None else stream
+            self._api.call("cuMemcpyAsync", target + start, source + start, end - start, on)
 
     def zero(self, address: int, nbytes: int) -> None:
         found = self._space.check_accessible("zero", address, nbytes)

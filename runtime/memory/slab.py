@@ -9,7 +9,7 @@ from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.homes import HomeSlots
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
-from vamp_runtime.memory.records import ExpertRecords
+from vamp_runtime.memory.records import ExpertRecords, staging_owner
 from vamp_runtime.memory.transaction import Transaction
 
 
@@ -204,6 +204,9 @@ class ExpertSlab:
         Raises:
             IntegrityError: naming the layer and the group.
         """
+        for group in range(self.geometry.staging_groups):
+            if len(self.ledger.pages(staging_owner(group))) != self.geometry.pages_per_group:
+                raise IntegrityError(f"staging group {group} has lost pages")
         for layer, homes in enumerate(self._homes):
             homes.check_integrity()
             for home in range(self.geometry.home_slots):
