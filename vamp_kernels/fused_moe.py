@@ -83,8 +83,9 @@ def fused_moe(
         host_experts: ``[E]`` bool, contiguous, the experts whose slot lies in host memory. Its values may
             change between replays of a graph; peer memory counts as this device's.
         staging_slots: ``[C]`` int32, contiguous, slots of ``w13`` and ``w2`` in this device's memory that
-            nothing else reads: scratch, like the workspace. C may be 0. The slots of ``w13`` and ``w2`` must
-            then be contiguous and their addresses, strides and sizes multiples of 16 bytes.
+            nothing else reads: scratch, like the workspace. C may be 0, and the last of them -1, which is no
+            slot: so a captured graph can be given fewer later. The slots of ``w13`` and ``w2`` must then be
+            contiguous and their addresses, strides and sizes multiples of 16 bytes.
         workspace: scratch to reuse between calls in one stream's order.
         launch: what to launch, instead of ``choose_launch``.
 
