@@ -24,6 +24,8 @@ from vamp_integration.commands import Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
+from vamp_kernels import ranges
+from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
@@ -48,6 +50,8 @@ class VampWorkerMixin:
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self._settings().nvtx:
+            ranges.install(torch.cuda.nvtx.range)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         memory = getattr(self.model_runner.get_model(), "vamp_memory", None)  # type: ignore[attr-defined]
         if memory is None:
@@ -56,9 +60,12 @@ class VampWorkerMixin:
         self._hit_counts = HitCounts(memory.hits)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
+        """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
+        if self.cache_config.kv_cache_memory_bytes:  # type: ignore[attr-defined]
+            # A figure from free memory has what loading took, staging too, taken off already.
+            available -= plan.staging_share(self._settings(), geometry, available)
         self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
         return (available // geometry.page_bytes - self._reserve_pages) * geometry.page_bytes
 
@@ -106,6 +113,7 @@ class VampWorkerMixin:
             return self._kv_buffer
         return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
 
+    @ranged("step")
     def execute_model(self, scheduler_output: Any) -> Any:
         command = get_command(scheduler_output)
         if command is not None:
@@ -123,8 +131,7 @@ class VampWorkerMixin:
             self._boundary.region.claim(command.claimed_blocks)
             if command.move is not None:
                 self._report = Report(outcome=self._boundary.run(command.move))
-                if self._memory.tables is not None:
-                    self._memory.tables.update()
+                self._memory.update_tables()
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.
             traceback.print_exc()
@@ -133,9 +140,11 @@ class VampWorkerMixin:
 
     def _follow_coldest(self) -> None:
         """Order groups by measured use and let the home pages follow, at a bounded rate."""
-        slab = self._memory.slab
-        for layer, hits in enumerate(self._hit_counts.poll() or ()):
+        slab, counts = self._memory.slab, self._hit_counts.poll()
+        for layer, hits in enumerate(counts or ()):
             slab.set_coldness(layer, coldest_groups(hits, slab, layer))
+        if counts is not None and self._memory.staging is not None:
+            self._memory.staging.learn(counts)
         try:
             slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:

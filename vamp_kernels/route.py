@@ -204,8 +204,8 @@ def route(
         host_experts: ``[E]`` bool, experts whose slot lies in host memory; None means none, and not to sort
             the tiles by tier.
         staging_slots: ``[C]`` int32, slots that the first C host-backed experts of more than one tile, by id,
-            are to be copied to and read from; -1 from some place on where there are fewer than C now. Only with
-            ``host_experts``.
+            are to be copied to and read from; -1 from some place on where there are fewer than C now. Only
+            with ``host_experts``.
         stage_all: those of one tile as well, and the launches are without programs that share host tiles.
     """
     num_pairs = topk_ids.numel()

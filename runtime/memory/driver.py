@@ -71,8 +71,8 @@ class MemoryDriver(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         """Copy between accessible ranges that do not overlap.
 
-        On ``stream``, the handle of a stream of the device, it is for the caller to order: ``synchronize`` and
-        ``unmap`` know nothing of it.
+        On ``stream``, the handle of a stream of the device, it is for the caller to order: ``synchronize``
+        and ``unmap`` know nothing of it.
         """
 
     def zero(self, address: int, nbytes: int) -> None:

@@ -9,6 +9,8 @@ from vamp_runtime.errors import ConfigError
 
 MAX_GROUP_EXPERTS = 8
 MAX_GROUP_BYTES = 64 << 20
+# Staging records are so many buffers, which take turns by layer.
+STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True)

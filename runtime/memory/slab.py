@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import SlabGeometry
@@ -119,6 +120,7 @@ class ExpertSlab:
         """Home slot with a valid copy of the group."""
         return self._homes[layer].slot_of(group)
 
+    @ranged("home refresh")
     def refresh_homes(self, budget_bytes: int) -> int:
         """Copy the coldest groups that lack a home into home slots, at most ``budget_bytes``; bytes copied.
 

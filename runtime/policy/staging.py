@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -42,7 +43,7 @@ class StagingCosts:
         return max(tokens * self.token_s, self.moe_s(tokens))
 
     def direct_s(self, tokens: int, out: int, use: float) -> float:
-        """Seconds where ``out`` experts are read from host memory by the tokens routed to them, beside the rest.
+        """Seconds where ``out`` experts are read from host memory when tokens are routed to them.
 
         ``use`` is the chance that a token is routed to one of them, by measured hits.
         """
@@ -77,7 +78,7 @@ def staged_from(costs: StagingCosts, out: int, staged: int, use: float, max_toke
         tokens *= 2
 
 
-def use_of(hits: list[list[int]], out: list[list[int]], top_k: int, experts: int) -> float:
+def use_of(hits: Sequence[Sequence[int]], out: Sequence[Sequence[int]], top_k: int, experts: int) -> float:
     """Chance that a token is routed to one of the experts ``out[layer]``; uniform until there are hits.
 
     Args:
