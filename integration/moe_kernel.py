@@ -80,7 +80,8 @@ class SlotKernel:
         if not staging.wanted(x.shape[0]):
             return self._run(*router, self.slots, self.hosted, staging.fill(x.shape[0]))
         with staging.ahead(self.layer):
-            return self._run(*router, staging.slots[self.layer], staging.hosted[self.layer], None)
+            slots, hosted = staging.slots[self.layer], staging.hosted[self.layer]
+            return self._run(*router, slots, hosted, None, after_wait=True)
 
     def _run(
         self,
@@ -90,6 +91,7 @@ class SlotKernel:
         slots: torch.Tensor,
         hosted: torch.Tensor,
         free: torch.Tensor | None,
+        after_wait: bool = False,
     ) -> torch.Tensor:
         return fused_moe(
             x,
@@ -105,6 +107,7 @@ class SlotKernel:
             host_experts=hosted,
             staging_slots=free,
             workspace=self.workspace,
+            after_wait=after_wait,
         )
 
     def warm_up(self, max_tokens: int, top_k: int) -> None:

@@ -46,8 +46,9 @@ def test_a_step_reads_what_it_copied(rank: Any) -> None:
     check_steps(rank, rank.with_own_kernel(rank.staging("off")), plain, MANY)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 48, MANY])
 @pytest.mark.parametrize("slow", ["copies", "layers"])
-def test_neither_stream_runs_away_from_the_other(rank: Any, slow: str) -> None:
+def test_neither_stream_runs_away_from_the_other(rank: Any, slow: str, tokens: int) -> None:
     """Steps queued without a wait: a read too early finds NaN, a copy too early another layer's experts."""
     staging = rank.staging("region")
     memory = rank.with_own_kernel(staging)
@@ -62,7 +63,7 @@ def test_neither_stream_runs_away_from_the_other(rank: Any, slow: str) -> None:
 
     if slow == "copies":
         rank.driver.copy = copy_late
-    arguments, found = rank.step(MANY), []
+    arguments, found = rank.step(tokens), []
     for _ in range(6):
         rank.poison()
         for layer in rank.layers:

@@ -48,7 +48,7 @@ def staged(
     shrinker.settings = built
     _rise(rig, work[0][0])
     modes["region"] = _run(rig, "region", *work)
-    rig.worker._boundary.check_integrity()
+    rig.check()
     return {**log, "modes": modes}
 
 

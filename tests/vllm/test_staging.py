@@ -43,9 +43,10 @@ def rank() -> Iterator[Rank]:
 def test_our_kernel_reads_what_its_step_copied(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = []
 
-    def reference(*args: Any, workspace: Any, **named: Any) -> torch.Tensor:
+    def reference(*args: Any, workspace: Any, after_wait: bool, **named: Any) -> torch.Tensor:
         check_for_kernels(MoeArguments(*args, out=torch.empty_like(args[0]), **named))
         hosted.append(int(named["host_experts"].sum()))
+        assert after_wait == (hosted[-1] == 0), "all that is out was staged, by copies that are waited for"
         return fused_moe_torch(*args)
 
     monkeypatch.setattr(moe_kernel, "fused_moe", reference)
