@@ -45,7 +45,7 @@ class Staging:
 
     Attributes:
         mode: one of ``STAGING_MODES``.
-        slots: int32 ``[layers, experts]``, where a staged step reads each expert.
+        slots: int32 ``[layers, experts]``, where a step that is staged ahead reads each expert.
         hosted: bool ``[layers, experts]``, whether that lies in host memory all the same.
         free: int32 ``[staging records]``, slots that VAMP's kernel may bring experts to itself in a step that
             is not staged ahead; -1 where there are none, as with ``off``.
@@ -70,6 +70,7 @@ class Staging:
         self._use: float = costs.top_k / costs.experts
         self._out = self._staged = 0
         self._from: int | None = None
+        self._stale = True
         self.mode = mode
         shape = (geometry.layers, geometry.experts)
         self.slots = torch.empty(shape, dtype=torch.int32, device=device)
@@ -107,23 +108,12 @@ class Staging:
         self.update()
 
     def update(self) -> None:
-        """Follow the slab's slot table, for what is queued on the current stream from now on."""
+        """Follow the slab's slot table, from the next step on. Cheap: it lies on the path of a move."""
         slab = self._slab
-        layers, experts = range(slab.geometry.layers), range(slab.geometry.experts)
-        regions = [plan_region(slab, layer) for layer in layers]
-        rows = slab.slot_table
-        if self._by_record:
-            rows = [[slab.record(layer, expert) for expert in experts] for layer in layers]
-        merged = [
-            [region.slots.get(expert, row[expert]) for expert in experts]
-            for row, region in zip(rows, regions, strict=True)
-        ]
-        slots = torch.tensor(merged, dtype=torch.int32)
-        self.slots.copy_(slots)
-        self.hosted.copy_(slots >= slab.geometry.home_slot_base)
-        self._copies.follow([region.copies for region in regions])
-        self._staged = max(len(region.slots) for region in regions)
-        self._out = self._staged + max(region.left for region in regions)
+        hosted = max(len(slab.redirected(layer)) for layer in range(slab.geometry.layers))
+        self._out = hosted * slab.geometry.group
+        self._staged = min(hosted, buffer_groups(slab)) * slab.geometry.group
+        self._stale = True
         self._decide()
 
     def learn(self, hits: Sequence[Sequence[int]]) -> None:
@@ -138,9 +128,14 @@ class Staging:
         return self.free if tokens * self._costs.top_k >= FILL_ROWS * self._costs.experts else None
 
     def wanted(self, tokens: int) -> bool:
-        """Whether the layers of this step, of so many tokens, are staged ahead."""
-        staged = self._from is not None and tokens >= self._from
-        return staged and not (self.free.is_cuda and torch.cuda.is_current_stream_capturing())
+        """Whether the layers of this step, of so many tokens, are staged ahead; then the tables are right."""
+        if self._from is None or tokens < self._from:
+            return False
+        if self.free.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._stale:
+            self._rebuild()
+        return True
 
     @contextmanager
     def ahead(self, layer: int) -> Iterator[None]:
@@ -156,6 +151,24 @@ class Staging:
     @ranged("staging")
     def _leave(self, layer: int) -> None:
         self._copies.leave(layer)
+
+    def _rebuild(self) -> None:
+        """Bring tables and copies up to date, for what is queued on the current stream from now on."""
+        slab = self._slab
+        layers, experts = range(slab.geometry.layers), range(slab.geometry.experts)
+        regions = [plan_region(slab, layer) for layer in layers]
+        rows = slab.slot_table
+        if self._by_record:
+            rows = [[slab.record(layer, expert) for expert in experts] for layer in layers]
+        merged = [
+            [region.slots.get(expert, row[expert]) for expert in experts]
+            for row, region in zip(rows, regions, strict=True)
+        ]
+        slots = torch.tensor(merged, dtype=torch.int32)
+        self.slots.copy_(slots)
+        self.hosted.copy_(slots >= slab.geometry.home_slot_base)
+        self._copies.follow([region.copies for region in regions])
+        self._stale = False
 
     def _decide(self) -> None:
         self._from = None

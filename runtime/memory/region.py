@@ -71,6 +71,9 @@ class RegionCopies:
 
     A step enters and leaves every layer; what it is given to read was copied in the same step. On a CPU a
     copy is done when it is queued.
+
+    Attributes:
+        nbytes: copied since start.
     """
 
     def __init__(self, slab: ExpertSlab, driver: MemoryDriver, device: torch.device) -> None:
@@ -80,6 +83,7 @@ class RegionCopies:
         self._layers = slab.geometry.layers
         self._copies: list[Sequence[SlotCopy]] = [()] * self._layers
         self._holds: list[int | None] = [None] * STAGING_BUFFERS
+        self.nbytes = 0
         self._stream: torch.cuda.Stream | None = None
         self._arrived: list[torch.cuda.Event] = []
         if device.type == "cuda":
@@ -119,6 +123,7 @@ class RegionCopies:
                     self._slab.address(layer, part, slot) for slot in (copy.target, copy.source)
                 )
                 self._driver.copy(target, source, copy.records * size, handle)
+                self.nbytes += copy.records * size
         if self._stream is not None:
             self._arrived[layer % STAGING_BUFFERS].record(self._stream)
         self._holds[layer % STAGING_BUFFERS] = layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ def staged(
     moe_kernel: str,
     **options: Any,
 ) -> Any:
-    """Tokens at level 0, and in every mode with NaN in all staging slots between any two steps.
+    """Tokens at level 0, and of every way to stage with NaN in all staging slots between any two steps.
 
     A level moves in every step, except in ``region``, which has the largest level throughout, since it runs
     without graphs only where something is out.
@@ -41,10 +42,9 @@ def staged(
     built = shrinker.settings
     shrinker.settings = dataclasses.replace(built, exercise_steps=1)
     modes = {"off": _run(rig, "off", *work)}
-    with mock.patch.object(staging, "wanted", lambda tokens: False):
-        modes["in the kernel"] = _run(rig, "auto", *work)
-    with mock.patch.object(staging, "wanted", lambda tokens: tokens >= LARGE_STEP):
-        modes["large steps ahead"] = _run(rig, "auto", *work)
+    for name, tokens in (("in the kernel", None), ("large steps ahead", LARGE_STEP)):
+        with mock.patch.object(staging, "_decide", functools.partial(setattr, staging, "_from", tokens)):
+            modes[name] = _run(rig, "auto", *work)
     shrinker.settings = built
     _rise(rig, work[0][0])
     modes["region"] = _run(rig, "region", *work)

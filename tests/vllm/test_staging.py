@@ -19,6 +19,7 @@ from vamp_integration.placement import _views
 from vamp_integration.settings import VampSettings
 from vamp_integration.staged_experts import StagedExperts, unstageable
 from vamp_integration.staging import Staging, staging_costs, use_staging
+from vamp_integration.worker import VampWorkerMixin
 from vamp_kernels.arguments import MoeArguments, check_for_kernels
 from vamp_kernels.fused_moe import fused_moe_torch
 from vamp_runtime.errors import ConfigError
@@ -91,6 +92,7 @@ def test_experts_beyond_the_buffer_are_read_at_their_homes(rank: Rank) -> None:
     for group in slab.ready(0, 3):
         slab.redirect(0, group)
     staging = Staging(slab, rank.driver, CPU, "region", rank.staging("off")._costs, 1024)
+    assert staging.wanted(1) and staging.needs_host_code
     assert sorted(staging.slots[0].tolist()) == [0, 1, 2, 6, 8, 9]
     assert int(staging.hosted.sum()) == 2
 
@@ -181,6 +183,29 @@ def test_the_papers_staging_needs_room_for_the_region() -> None:
         plan.slab_geometry(VampSettings(staging="region"), **QWEN)
     geometry = plan.slab_geometry(VampSettings(staging="region", staging_mib=1536), **QWEN)
     assert geometry.staging_records == 256
+
+
+class _Engine:
+    """vLLM's worker, of which only the figure for the KV cache counts."""
+
+    def determine_available_memory(self) -> int:
+        return 8 << 30
+
+
+class _Worker(VampWorkerMixin, _Engine):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize(("budget", "taken"), [(8 << 30, 504 << 20), (None, 0)])
+def test_a_budget_loses_staging_and_free_memory_has_lost_it_already(budget: int | None, taken: int) -> None:
+    worker = _Worker()
+    geometry = plan.slab_geometry(VampSettings(), **QWEN)
+    worker._memory = SimpleNamespace(slab=SimpleNamespace(geometry=geometry))  # type: ignore[assignment]
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=budget)
+    load = SimpleNamespace(load_format="vamp")
+    worker.vllm_config = SimpleNamespace(load_config=load, additional_config={})
+    reserve = geometry.pages_per_level * geometry.page_bytes
+    assert worker.determine_available_memory() == (8 << 30) // (6 << 20) * (6 << 20) - taken - reserve
 
 
 def test_staging_comes_out_of_the_kv_budget() -> None:
