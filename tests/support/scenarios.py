@@ -5,6 +5,7 @@ A scenario returns plain data; the tests judge it.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -421,9 +422,14 @@ def two_ranks(model: str, fault: str) -> Any:
 
 
 def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
-    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``."""
+    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``.
+
+    ``name`` is of a function here, or ``module.function`` of a module beside this one.
+    """
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    sender.send(globals()[name](model, **spec))
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(f"support.{module}"), function) if module else globals()[name]
+    sender.send(found(model, **spec))
     sender.close()
