@@ -123,7 +123,6 @@ class SimulatedCuda:
 
     def _cuCtxSetCurrent(self, context: object) -> tuple[()]:
         assert self.retained
-        self.depth += 1
         return ()
 
     def _cuCtxPopCurrent(self) -> object:
