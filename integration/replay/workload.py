@@ -48,7 +48,8 @@ class Prompts:
             parts.append(self._block(owner, hash_id)[: end - filled])
             filled = end
         parts.append(self._random(record.input_length - filled, 1, self._owner(session), turn))
-        return [int(t) for t in np.concatenate(parts)]
+        tokens: list[int] = np.concatenate(parts).tolist()
+        return tokens
 
     def forget(self, session: int) -> None:
         """Drop what is remembered of a session that has ended."""
