@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,16 +167,29 @@ def engine_options(part: Part, machine: Machine) -> dict[str, Any]:
     return options
 
 
-def set_environment(routing: str, caches: Path) -> None:
+def check_shared_memory(part: Part, machine: Machine, folder: str = "/dev/shm") -> None:
+    """Raise ``ConfigError`` where ``folder`` is too small for vLLM's KV offloading, which lies there."""
+    if not part.host_kv:
+        return
+    free = shutil.disk_usage(folder).free / GIB
+    if free < machine.host_kv_gib:
+        raise ConfigError(
+            f"--host-kv-gib {machine.host_kv_gib:g}: {folder} has {free:.1f} GiB free; give less, or first "
+            f"`mount -o remount,size={machine.host_kv_gib + 1:.0f}G {folder}`"
+        )
+
+
+def set_environment(part: Part, routing: str, caches: Path) -> None:
     """What vLLM and Triton read from the environment; to be called before either is imported.
 
-    The engine core stays in this process, where its scheduler can be watched and changed. Plugins are not
-    discovered: this script registers VAMP itself, and only where it is wanted.
+    The engine core stays in this process, where its scheduler can be watched and changed. An unmodified
+    engine loads no plugin but that of the routing simulation.
     """
+    plugins = ["vamp"] if part.vamp else []
+    plugins += ["vamp_benchmark_routing"] if routing.startswith("vamp_") else []
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Autotuning takes most of a start; with its results kept, that of the first engine only.
         "TRITON_CACHE_AUTOTUNING": "1",
@@ -183,7 +197,7 @@ def set_environment(routing: str, caches: Path) -> None:
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
     }
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ",".join(plugins)}
     if routing:
         fixed["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = routing
     os.environ.update({**defaults, **os.environ, **fixed})

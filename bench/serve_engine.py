@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
@@ -9,6 +10,8 @@ from serve_arms import Arm, Machine, Part, engine_options
 
 from vamp_integration.replay.child import VllmEngine
 from vamp_runtime.errors import ConfigError
+
+REST_S = 60.0
 
 
 class PointFailed(RuntimeError):
@@ -49,7 +52,7 @@ class ServeEngine(VllmEngine):
             from vamp_integration import plugin
 
             plugin.register()
-        check_routing(routing)
+        use_routing(routing)
         super().__init__(engine_options(part, machine))
         self.startup_s = time.monotonic() - began
         self.part, self.machine = part, machine
@@ -62,11 +65,11 @@ class ServeEngine(VllmEngine):
 
     def drain(self) -> None:
         """Step until nothing is under way, commands and steps in flight included."""
-        for _ in range(100_000):
-            if not self.scheduler.has_requests() and not self.core.batch_queue and not self._moving():
-                return
+        until = time.monotonic() + REST_S
+        while self.scheduler.has_requests() or self.core.batch_queue or self._moving():
+            if time.monotonic() > until:
+                raise PointFailed(f"the engine has not come to rest in {REST_S:g} s")
             self.engine.step()
-        raise PointFailed("the engine does not come to rest")
 
     def abort(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)
@@ -80,8 +83,13 @@ class ServeEngine(VllmEngine):
         """
         self.drain()
         self.limit.lift()
-        if not self.engine.reset_prefix_cache(reset_connector=self.part.host_kv):
-            raise PointFailed("the prefix cache cannot be emptied: blocks are still in use")
+        until = time.monotonic() + REST_S
+        while not self.engine.reset_prefix_cache(reset_connector=self.part.host_kv):
+            # Blocks may still be on their way to host memory.
+            if time.monotonic() > until:
+                raise PointFailed(f"the prefix cache could not be emptied in {REST_S:g} s")
+            time.sleep(0.1)
+            self.engine.step()
         self.watch.preemptions = self.watch.evictions = 0
         if self.part.vamp:
             self._reset_vamp(arm)
@@ -96,7 +104,7 @@ class ServeEngine(VllmEngine):
         if arm is None:
             configure.forget(self.scheduler)
             return
-        self.rpc(configure.set_staging, arm.staging)
+        self._stage(arm.staging)
         chosen = {"policy": arm.policy, "max_offload_ratio": arm.ratio, "restore": arm.restore}
         configure.configure(self.scheduler, chosen)
         if arm.kind == "fixed":
@@ -104,6 +112,17 @@ class ServeEngine(VllmEngine):
         else:
             configure.release(self.scheduler)
         configure.forget(self.scheduler)
+
+    def _stage(self, mode: str) -> None:
+        """Read host-backed experts by ``mode``, as VAMP's setting ``staging``, from now on."""
+        if importlib.util.find_spec("vamp_integration.staging") is not None:
+            from vamp_integration.staging import use_staging
+
+            self.rpc(use_staging, mode)
+        elif mode != "off":
+            raise ConfigError(
+                f"staging: {mode} is not in this version of VAMP; use vamp_direct or vamp_fixed"
+            )
 
     def levels(self, share: float) -> int:
         """The level at which ``share`` of the experts are out."""
@@ -151,10 +170,18 @@ def hbm_used_gib() -> float | None:
     return (total - free) / 2**30
 
 
-def check_routing(name: str) -> None:
-    """Raise ``ConfigError`` where vLLM knows no routing simulation of this name; empty means none."""
+def use_routing(name: str) -> None:
+    """Make VAMP's routing simulation known to vLLM, unmodified or not, where ``name`` is one; empty is none.
+
+    Raises:
+        ConfigError: vLLM knows no routing simulation of this name.
+    """
     from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
 
+    if name.startswith("vamp_"):
+        from vamp_integration import benchmark_routing
+
+        benchmark_routing.register()
     known = RoutingSimulator.get_available_strategies()
     if name and name not in known:
         raise ConfigError(

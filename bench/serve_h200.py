@@ -31,7 +31,7 @@ from pathlib import Path
 import serve_load
 import serve_record as keep
 import serve_steps
-from serve_arms import GIB, PARTS, Machine, Part, parse_arm, set_environment
+from serve_arms import GIB, PARTS, Machine, Part, check_shared_memory, parse_arm, set_environment
 from serve_points import Points
 
 from vamp_integration.replay.arms import parse_engine_args
@@ -53,7 +53,7 @@ RUNS = {
         ["vamp", "--sessions", "--shares", "0", "--growths", "5", "--kernel", "vllm"],
     ],
 }
-ROUTING = "vamp_lognormal"
+ROUTING = "vamp_lognormal:sigma=1.06,seed=0"
 
 
 def parse() -> argparse.ArgumentParser:
@@ -99,7 +99,9 @@ def _load_options(parser: argparse.ArgumentParser, part: Part) -> None:
 
 
 def _engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="out/qwen3-next", help="folder of a checkpoint or a config.json")
+    parser.add_argument(
+        "--model", default="out/qwen3-next-80b-a3b", help="folder of a checkpoint or a config.json"
+    )
     parser.add_argument("--layers", type=int, default=24, help="layers to keep; 0 for all")
     parser.add_argument("--weights", choices=("random", "checkpoint"), default="random")
     parser.add_argument("--kv-gib", type=float, default=8.02)
@@ -180,14 +182,16 @@ def run_part(arguments: argparse.Namespace, name: str) -> int:
         arguments.routing = "" if arguments.tiny else ROUTING
     if arguments.tiny:
         arguments.workload, arguments.traces = "demo", Path(__file__).parent / "traces"
-        arms = [replace(arm, staging="off", policy="auto" if arm.vamp else "") for arm in arms]
+        arms = [replace(arm, staging="off", policy=arguments.policy if arm.vamp else "") for arm in arms]
         plan = serve_steps.Plan(
             steps=20, point_s=2, warm_prompts=2, warm_tokens=500, warm_batch=4, growth_bytes=1, growth_batch=2
         )
     workload = serve_load.workload(arguments.workload)
     trace = serve_load.read(workload, arguments.traces)
-    set_environment(arguments.routing, arguments.caches)
-    points = Points(arguments, name, part, machine(arguments, workload.max_model_len), trace, plan)
+    set_environment(part, arguments.routing, arguments.caches.absolute())
+    started = machine(arguments, workload.max_model_len)
+    check_shared_memory(part, started)
+    points = Points(arguments, name, part, started, trace, plan)
     for number, arm in [(number, arm) for number in arguments.sessions for arm in arms]:
         points.replay(arm, number)
     for index, share in enumerate(arguments.shares):

@@ -148,6 +148,16 @@ def windowed(
     return ArmRun(arm, ratio, ready, turns, samples, shifted)
 
 
+def since(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """VAMP's report with its sums counted from ``before``, another one of the same engine."""
+    if before is None or after is None:
+        return None
+    sums = ("bytes_moved", "copied_bytes", "move_seconds", "moves", "failed_moves", "not_this_step")
+    earlier = before["decisions"]
+    kinds = {kind: count - earlier.get(kind, 0) for kind, count in after["decisions"].items()}
+    return after | {name: after[name] - before[name] for name in sums} | {"decisions": kinds}
+
+
 def replay(
     engine: ServeEngine,
     trace: Trace,
@@ -173,6 +183,7 @@ def replay(
         prompts.prompt(session, 0)  # what blocks hold is drawn now, and not while the clock runs
     recording = Recording(len(trace.sessions))
     watch, said = engine.watch, 0.0
+    before = watch.vamp_report()
 
     def on_turn(turn: TurnRecord) -> None:
         now = time.monotonic() - start
@@ -206,7 +217,7 @@ def replay(
             "start": start,
             "preemptions": watch.preemptions,
             "evictions": watch.evictions,
-            "vamp": watch.vamp_report(),
+            "vamp": since(before, watch.vamp_report()),
             "sessions_ended": sum(turn["turn"] == last[turn["session"]] for turn in recording.turns),
             "in_flight": len(loop.in_flight),
         }

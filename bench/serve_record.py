@@ -57,7 +57,10 @@ class Results:
         self.kind = kind
         self.record: Row = {"name": kind, "date": today, **about, "rows": []}
         if earlier:
-            self.record["rows"] = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            # A file that several commands have filled names them all.
+            runs = [*kept.get("earlier", []), {name: kept[name] for name in ("date", "commit", "command")}]
+            self.record |= {"earlier": runs, "rows": kept["rows"]}
 
     def has(self, row: Row) -> bool:
         names = KEYS[self.kind]

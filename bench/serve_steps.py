@@ -120,7 +120,11 @@ def measure_steps(engine: ServeEngine, plan: Plan, share: float, batch: int) -> 
             engine.to_level(level)
         top_k = engine.engine.vllm_config.model_config.hf_text_config.num_experts_per_tok
         read = engine.rpc(configure.host_bytes, batch, top_k)
-        row |= {"level": level, "host_bytes": sum(read), "host_bytes_layer_max": max(read)}
+        row |= {
+            "level": level,
+            "host_bytes": sum(read),
+            "host_bytes_by_layer": [round(size) for size in read],
+        }
     return row | step_figures(decode_times(engine, batch, plan.steps, plan.point_s))
 
 
@@ -133,8 +137,11 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
     Raises:
         PointFailed: a move failed, or there is no level left.
     """
+    from vamp_integration import configure
+
     if afresh or not engine.scheduler.arbiter.level_held:
         engine.reset(None)
+    configure.configure(engine.scheduler, {"restore": False})
     arbiter = engine.scheduler.arbiter
     controller = arbiter.controller
     levels = -(-plan.growth_bytes // controller.capacity.level_bytes)
@@ -144,15 +151,15 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
     moves, failed = sum(arbiter.journal.moves.values()), arbiter.journal.failed_moves
     ends: list[float] = []
     with decoding(engine, plan.growth_batch, 2 * STEPS_AROUND + 400) as step:
-        arbiter.level_held, controller.limit = False, None
+        configure.release(engine.scheduler)
         ends += [step() for _ in range(STEPS_AROUND)]
         requested = time.monotonic()
         arbiter.want(levels)
         while controller.level < target and len(ends) < STEPS_AROUND + 400:
             ends.append(step())
         settled = time.monotonic()
+        arbiter.hold_level()
         ends += [step() for _ in range(STEPS_AROUND)]
-        arbiter.level_held = True
     if controller.level != target or arbiter.journal.failed_moves > failed:
         raise PointFailed(f"level {target} was not reached, {controller.level} was; the log says why")
     return {

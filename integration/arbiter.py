@@ -129,6 +129,10 @@ class Arbiter:
             self.journal.capacity(self.controller)
         return len(ids)
 
+    def hold_level(self) -> None:
+        """Ask for no more levels, and forget those that were still to be asked for."""
+        self.level_held, self._wanted_levels = True, 0
+
     def want(self, levels: int) -> None:
         """Ask for up to ``levels`` more levels, now or as soon as the move under way has settled."""
         controller = self.controller

@@ -1,7 +1,7 @@
 """Changes what a running engine decides with, so that benchmarks compare policies in one engine.
 
-What: policy, bound, restore and staging of a live scheduler and its workers; a level that is held whatever
-the demand; a fresh start of all that is remembered. Why: an engine takes minutes to start. How: functions on
+What: policy, bound and restore of a live scheduler; a level that is held whatever the demand; a fresh start
+of the hit rate; on workers, the order of the homes. Why: an engine takes minutes to start. How: functions on
 the objects of an engine in this process; those on workers are for ``collective_rpc``. What the engine was
 built with stays: homes for the largest ratio, the kernel, the KV budget.
 """
@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 
 from vamp_integration import settings
 from vamp_integration.costs import engine_costs
-from vamp_integration.journal import Journal
 from vamp_integration.worker import coldest_groups
 from vamp_runtime.errors import ConfigError
 
@@ -52,11 +51,9 @@ def configure(scheduler: Any, values: Mapping[str, Any]) -> None:
 
 
 def forget(scheduler: Any) -> None:
-    """Start the window of the hit rate, the journal and the dwell anew."""
+    """Start the window of the hit rate and the dwell anew; the journal goes on."""
     arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
     arbiter.hit_rate = arbiter.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
-    arbiter.journal = Journal()
-    arbiter.journal.capacity(arbiter.controller)
     arbiter.last_move_at = time.monotonic()
 
 
@@ -74,7 +71,8 @@ def hold(scheduler: Any, level: int) -> None:
         raise ConfigError(f"level: {level} is outside 0..{capacity.max_level}; use {capacity.max_level}")
     if controller.moving or arbiter.pool.cordon_limit is not None:
         raise ConfigError(f"level: {level} cannot be held while a move is under way; step the engine first")
-    arbiter.level_held, controller.limit = True, None
+    arbiter.hold_level()
+    controller.limit = None
     if level > controller.level:
         controller.request_offload(level - controller.level)
     elif level < controller.level:
@@ -104,12 +102,6 @@ def follow_coldest(worker: Any) -> int:
     geometry = slab.geometry
     copied: int = slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     return copied
-
-
-def set_staging(worker: Any, mode: str) -> None:
-    """How host-backed experts are read from now on, as the setting ``staging``."""
-    if mode != "off":
-        raise ConfigError(f"staging: {mode} is not in this engine; use off")
 
 
 def forget_hits(worker: Any) -> None:
