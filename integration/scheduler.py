@@ -25,6 +25,9 @@ from vamp_integration.kv_manager import VampKVCacheManager
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.shrink import Shrinker
 
+# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
+BESIDE_STEPS_S = 0.25
+
 
 class VampSchedulerMixin:
     """Scheduler side of VAMP. Mixed in before a vLLM scheduler class."""
@@ -41,7 +44,7 @@ class VampSchedulerMixin:
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
-        bubble_s = chosen.max_bubble_ms / 1e3
+        bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
@@ -62,8 +65,9 @@ class VampSchedulerMixin:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
-        """Keeps the engine stepping while a command or a finished cordon waits to travel."""
-        busy = self.arbiter.controller.has_command or self.arbiter.pool.cordoned_free
+        """Keeps the engine stepping while a command, a move's outcome or a finished cordon is to travel."""
+        controller = self.arbiter.controller
+        busy = controller.has_command or controller.moving or self.arbiter.pool.cordoned_free
         return busy or super().has_requests()  # type: ignore[misc]
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
