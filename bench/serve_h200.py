@@ -40,12 +40,13 @@ from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
 
 STILL_RUNNING, REFUSED = 75, 2
+FEW = ("--shares", "0", "0.10", "0.25")
 SHARES = ("0", "0.05", "0.10", "0.15", "0.25", "0")
 #: Engines of the sub-commands that run several: their arguments, beside those given.
 RUNS = {
     "first": [
         ["plain", "--sessions", "28", "--shares", "0"],
-        ["vamp", "--sessions", "28", "--arms", "vamp_direct_0.25", "--shares", *SHARES, "--growths", "3"],
+        ["vamp", "--sessions", "28", "--arms", "vamp_direct_0.25", *FEW, "--growths", "3"],
     ],
     "steps": [
         ["anchor", "--sessions", "--shares", "0"],

@@ -188,6 +188,8 @@ class Points:
             "routing": f"SIMULATED {arguments.routing}" if arguments.routing else "random weights",
             "max_num_seqs": machine.max_num_seqs,
             "max_num_batched_tokens": machine.max_num_batched_tokens,
+            "engine_args": " ".join(arguments.engine_arg),
+            "vamp_args": " ".join(arguments.vamp_arg) if self.part.vamp else "",
             "host_kv_gib": machine.host_kv_gib if self.part.host_kv else 0,
             "hbm_used_gib": ready["hbm_used_gib"],
         }

@@ -65,9 +65,10 @@ def _tpot(replays: Rows, rows: list[Row]) -> Verdict:
     figure, target = "16 sessions, the same arm, TPOT p50", "not above the unmodified arm's"
     row = best(rows, lambda r: r["turns_per_s"] or 0.0)
     anchor = replays.anchor(row) if row is not None else None
-    if row is None or anchor is None:
+    times = [found and found["tpot_s_p50"] for found in (row, anchor)]
+    if None in times:
         return Verdict(figure, target, "not measured", None)
-    mine, its = 1e3 * row["tpot_s_p50"], 1e3 * anchor["tpot_s_p50"]
+    mine, its = (1e3 * value for value in times)
     return Verdict(figure, target, f"{mine:.1f} ms against {its:.1f} ms", mine <= its)
 
 

@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 
 from vamp_integration import settings
 from vamp_integration.costs import engine_costs
-from vamp_integration.worker import coldest_groups
 from vamp_runtime.errors import ConfigError
 
 CHANGEABLE = ("policy", "max_offload_ratio", "restore")
@@ -97,16 +96,13 @@ def _capacity(scheduler: Any) -> Any:
 def follow_coldest(worker: Any) -> int:
     """Order groups by the hits counted so far and copy the coldest to their homes now; bytes copied."""
     slab = worker._memory.slab
-    for layer, hits in enumerate(worker._memory.hits.tolist()):
-        slab.set_coldness(layer, coldest_groups(hits, slab, layer))
     geometry = slab.geometry
+    for layer, hits in enumerate(worker._memory.hits.tolist()):
+        groups = range(geometry.movable_groups)
+        use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in groups]
+        slab.set_coldness(layer, sorted(groups, key=use.__getitem__))
     copied: int = slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     return copied
-
-
-def forget_hits(worker: Any) -> None:
-    """As if no token had been routed yet; homes keep what they hold."""
-    worker._memory.hits.zero_()
 
 
 def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:

@@ -414,8 +414,6 @@ def reconfigured(model: str, kv_mib: int) -> Any:
     log["homed"] = [[hits[layer][e] for e in experts] for layer, experts in enumerate(homed)]
     log["hits"] = hits
     rig.check()
-    configure.forget_hits(rig.worker)
-    log["hits_after"] = int(rig.worker._memory.hits.sum())
     return {**log, "report": rig.report()}
 
 
