@@ -35,6 +35,7 @@ class Arbiter:
         max_bubble_s: longest time that one move may hold a step up, in seconds; at least one level moves.
 
     Attributes:
+        level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
     """
 
@@ -55,6 +56,7 @@ class Arbiter:
         self.hash_tokens = pool.hash_block_size
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
         self.holding = False
+        self.level_held = False
         self._wanted_levels = 0
         self._max_bubble_s = max_bubble_s
         self._level_s = max_bubble_s
@@ -67,6 +69,9 @@ class Arbiter:
 
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
+        if self.level_held:
+            self.draw(max(0, self.controller.reserve_blocks - self.controller.reserve_target))
+            return
         self._refill()
         if self._wanted_levels and self.pool.cordon_limit is None:
             # How long a level takes is known from the last move; before that one moves at a time.
@@ -138,6 +143,10 @@ class Arbiter:
             self.journal.capacity(self.controller)
         return len(ids)
 
+    def hold_level(self) -> None:
+        """Ask for no more levels, and forget those that were still to be asked for."""
+        self.level_held, self._wanted_levels = True, 0
+
     def want(self, levels: int) -> None:
         """Ask for up to ``levels`` more levels, now or as soon as the move under way has settled."""
         controller = self.controller
@@ -161,6 +170,8 @@ class Arbiter:
             ``need``, after growing the pool if that was the decision; or more than the pool has, which vLLM
             takes as "not this step".
         """
+        if self.level_held:
+            return need
         if need > self.pool.num_gpu_blocks:
             # The hybrid manager's word for "not in this step"; nothing is short.
             self.journal.not_this_step += 1

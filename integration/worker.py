@@ -25,6 +25,8 @@ from vamp_integration.commands import Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
+from vamp_kernels import ranges
+from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
@@ -56,6 +58,8 @@ class VampWorkerMixin:
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self._settings().nvtx:
+            ranges.install(torch.cuda.nvtx.range)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         memory = getattr(self.model_runner.get_model(), "vamp_memory", None)  # type: ignore[attr-defined]
         if memory is None:
@@ -65,9 +69,12 @@ class VampWorkerMixin:
         self._use = decayed_use(memory.slab)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
+        """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
+        if self.cache_config.kv_cache_memory_bytes:  # type: ignore[attr-defined]
+            # A figure from free memory has what loading took, staging too, taken off already.
+            available -= plan.staging_share(self._settings(), geometry, available)
         self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
         return (available // geometry.page_bytes - self._reserve_pages) * geometry.page_bytes
 
@@ -93,9 +100,12 @@ class VampWorkerMixin:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
-        tables = self._memory.tables
         self._mover = Mover(
-            self._boundary, tables.update if tables is not None else None, end_process, driver.bind_thread
+            self._boundary,
+            self._memory.update_tables,
+            end_process,
+            driver.bind_thread,
+            beside=self._memory.tables is not None,
         )
         capacity = self._capacity(pages)
         self._capacity_report = Report(capacity=capacity)
@@ -119,6 +129,7 @@ class VampWorkerMixin:
             return self._kv_buffer
         return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
 
+    @ranged("step")
     def execute_model(self, scheduler_output: Any) -> Any:
         self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
         self._steps += 1
@@ -165,6 +176,8 @@ class VampWorkerMixin:
         if counts is not None:
             for layer, use in enumerate(self._use.update(counts)):
                 slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
+            if self._memory.staging is not None:
+                self._memory.staging.learn(counts)
         self._homes_due = True
 
     def _follow_coldest(self) -> None:

@@ -60,10 +60,14 @@ class CapacityController:
 
     Args:
         pool_blocks: blocks in the scheduler's pool at start (without the reserve).
+
+    Attributes:
+        limit: highest level to ask for, where that is less than the ranks could give.
     """
 
     def __init__(self, pool_blocks: int) -> None:
         self.capacity: Capacity | None = None
+        self.limit: int | None = None
         self.level = 0
         self.epoch = 0
         self.pool_blocks = pool_blocks
@@ -84,7 +88,9 @@ class CapacityController:
 
     @property
     def max_level(self) -> int:
-        return self.capacity.max_level if self.capacity else 0
+        if self.capacity is None:
+            return 0
+        return self.capacity.max_level if self.limit is None else min(self.limit, self.capacity.max_level)
 
     @property
     def mapped_blocks(self) -> int:
@@ -172,7 +178,7 @@ class CapacityController:
         return move
 
     def check_integrity(self) -> None:
-        assert 0 <= self.level <= self.max_level
+        assert 0 <= self.level <= (self.capacity.max_level if self.capacity else 0)
         assert self.initial_pool_blocks <= self.pool_blocks <= self.mapped_blocks
 
     def _queue(self, kind: MoveKind, levels: int, swaps: tuple[Swap, ...] = ()) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import DriverError, IntegrityError
 from vamp_runtime.memory.agreement import Agreement, Vote
 from vamp_runtime.memory.driver import MemoryDriver
@@ -70,6 +71,7 @@ class Boundary:
         self.state = MoveState.REQUESTED
         return self._reason
 
+    @ranged("redirect")
     def redirect(self) -> None:
         """Read leaving groups through their homes, and mark the work that may still read as before."""
         assert self.state is MoveState.REQUESTED
@@ -82,6 +84,7 @@ class Boundary:
             except DriverError as error:
                 self._reason = str(error)
 
+    @ranged("prepare")
     def prepare(self) -> bool:
         """Wait for the mark and move the pages, all or none; whether this rank is ready to publish."""
         assert self.state is MoveState.REDIRECTED
@@ -99,6 +102,7 @@ class Boundary:
                 self._reason = str(error)
         return not self._reason
 
+    @ranged("agree")
     def agree(self) -> bool:
         """Vote with the other ranks; whether to publish.
 
@@ -112,6 +116,7 @@ class Boundary:
             self._reason = "another rank failed, refused, or chose other groups"
         return self._agreed
 
+    @ranged("publish")
     def publish(self) -> Outcome:
         """Make an agreed move final: groups count as out, or are read at their own addresses again."""
         assert self.state is MoveState.PREPARED and self._agreed and self._held is not None
@@ -127,6 +132,7 @@ class Boundary:
                 self.slab.mark_resident(layer, groups)
         return self._finish()
 
+    @ranged("abandon")
     def abandon(self, reason: str = "") -> Outcome:
         """Bring back the pages, bytes and slot table of before the request.
 
@@ -149,6 +155,7 @@ class Boundary:
             self.region.claim(self._claimed_before)
         return self._finish()
 
+    @ranged("move")
     def run(self, move: Move) -> Outcome:
         """The whole walk, one step after the other."""
         self.request(move)

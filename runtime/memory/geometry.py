@@ -9,6 +9,8 @@ from vamp_runtime.errors import ConfigError
 
 MAX_GROUP_EXPERTS = 8
 MAX_GROUP_BYTES = 64 << 20
+# Staging records are so many buffers, which take turns by layer.
+STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,20 @@ class SlabGeometry:
         return self.groups * self.group
 
     @property
+    def staging_groups(self) -> int:
+        """Groups of staging records, whose pages all layers share."""
+        return self.staging_records // self.group
+
+    @property
     def home_slot_base(self) -> int:
         """First slot of the home aliases."""
         return self.own_slots + self.staging_records
+
+    @property
+    def extra_hbm_bytes(self) -> int:
+        """HBM of this rank that holds no expert of its own: staging, and the padding of short last groups."""
+        padding = self.layers * (self.own_slots - self.experts)
+        return (self.staging_records + padding) * self.expert_bytes
 
     @property
     def slots(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, move
 from support.deferring import DeferringDriver
 from support.rigs import SHAPES, Rig, Shape, build_rig
 
+from vamp_kernels import ranges
 from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.memory.host import HostDriver
@@ -57,6 +59,26 @@ def test_a_page_the_kv_cache_gave_away_by_itself_is_found(driver: HostDriver) ->
     rig.region._drop(1)
     with pytest.raises(IntegrityError, match="the KV cache has 7 pages at level 0"):
         rig.boundary.check_integrity()
+
+
+def test_the_phases_of_a_move_stand_in_their_ranges(driver: HostDriver) -> None:
+    rig, seen = build_rig(driver, SHAPES[0]), []
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append("/")
+
+    ranges.install(named)
+    try:
+        assert rig.boundary.offload(1).ok
+        assert not rig.boundary.restore(9).ok
+        rig.slab.refresh_homes(0)
+    finally:
+        ranges.install(None)
+    walk = "move redirect / prepare / agree / {} / / "
+    assert " ".join(seen) == walk.format("publish") + walk.format("abandon") + "home refresh /"
 
 
 class Moves(RuleBasedStateMachine):

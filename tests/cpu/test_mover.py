@@ -47,7 +47,7 @@ def open_mover(beside: bool = True) -> Iterator[tuple[Rig, GatedDriver, Mover, l
     def keep() -> None:
         tables.append([list(row) for row in rig.slab.slot_table])
 
-    mover = Mover(rig.boundary, keep if beside else None, lambda: tables.append([]), driver.bind_thread)
+    mover = Mover(rig.boundary, keep, lambda: tables.append([]), driver.bind_thread, beside)
     yield rig, driver, mover, tables
     rig.close()
     inner.close()
@@ -113,7 +113,7 @@ def test_without_a_slot_table_the_move_is_done_at_once() -> None:
         mover.start(move(rig.boundary, OFFLOAD, 1))
         assert driver.moved_on == {threading.get_ident()} and mover.busy
         outcome = mover.finish()
-        assert outcome is not None and outcome.ok and not mover.busy and not tables
+        assert outcome is not None and outcome.ok and not mover.busy and tables == [rig.slab.slot_table]
         rig.moved(outcome)
         rig.check()
 

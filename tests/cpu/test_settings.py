@@ -31,6 +31,9 @@ BAD: dict[str, list[Any]] = {
     "max_bubble_ms": [0, -1.0, math.nan, math.inf, "30", True, None],
     "max_cordon_s": [0, -1.0, math.nan, math.inf, "30", True, None],
     "moe_kernel": ["triton", "", 1, None, True],
+    "staging": ["on", "", 1, None, True],
+    "staging_mib": [-1, 1.5, "64", True, None],
+    "nvtx": [0, 1, "true", None],
     "exercise_steps": [-1, 2.0, "2", True, None],
 }
 
@@ -49,6 +52,9 @@ GOOD: dict[str, list[Any]] = {
     "max_bubble_ms": [0.1, 60],
     "max_cordon_s": [0.1, 60],
     "moe_kernel": ["vllm", "vamp"],
+    "staging": ["auto", "off", "region"],
+    "staging_mib": [0, 1536],
+    "nvtx": [True, False],
     "exercise_steps": [0, 1],
 }
 

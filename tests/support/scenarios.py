@@ -5,6 +5,7 @@ A scenario returns plain data; the tests judge it.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -477,6 +478,75 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
 
 
+def reconfigured(model: str, kv_mib: int) -> Any:
+    """Levels held whatever the demand, then a bound below the one at start, then homes by use."""
+    from vamp_integration import configure
+    from vamp_runtime.errors import ConfigError
+
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        kv_cache_memory_bytes=kv_mib * MIB,
+    )
+    scheduler, controller = rig.scheduler, rig.scheduler.arbiter.controller
+    pool = scheduler.kv_cache_manager.block_pool
+    sessions = prompts(12, 8, 700)
+    log: dict[str, Any] = {"initial": pool.num_gpu_blocks, "refused": []}
+
+    def refused(function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except ConfigError as error:
+            log["refused"].append(str(error))
+
+    refused(configure.hold, scheduler, 1)
+    rig.generate(sessions[:1], 2)
+    refused(configure.hold, scheduler, controller.capacity.max_level + 1)
+    refused(configure.configure, scheduler, {"moe_kernel": "vamp"})
+    refused(configure.configure, scheduler, {"max_offload_ratio": 0.75})
+
+    def serve() -> int:
+        for session in sessions:
+            rig.generate([session], 2)
+        rig.settle()
+        rig.check()
+        return controller.level
+
+    def hold(level: int) -> int:
+        scheduler.reset_prefix_cache()
+        configure.hold(scheduler, level)
+        rig.settle()
+        return serve()
+
+    log["held"], log["pool_held"] = hold(3), pool.num_gpu_blocks
+    top_k = scheduler.vllm_config.model_config.hf_text_config.num_experts_per_tok
+    log["host_bytes"] = [configure.host_bytes(rig.worker, tokens, top_k) for tokens in (1, 1000)]
+    log["held_at_0"], log["pool_at_0"] = hold(0), pool.num_gpu_blocks
+    log["host_bytes_at_0"] = configure.host_bytes(rig.worker, 8, top_k)
+    configure.configure(scheduler, {"max_offload_ratio": 2 / 32, "policy": EAGER})
+    configure.release(scheduler)
+    log["bounded"] = serve()
+    hold(0)
+    hits = rig.worker._memory.hits.tolist()
+    log["copied"] = configure.follow_coldest(rig.worker)
+    slab = rig.worker._memory.slab
+    homed = [[e for g in slab.ready(layer, 99) for e in slab.experts_of(layer, g)] for layer in range(4)]
+    log["homed"] = [[hits[layer][e] for e in experts] for layer, experts in enumerate(homed)]
+    log["hits"] = hits
+    rig.check()
+    return {**log, "report": rig.report()}
+
+
+def serve_benchmark(model: str, argv: list[str]) -> Any:
+    """``bench/serve_h200.py`` with these arguments; its exit code."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    import serve_h200
+
+    return {"code": serve_h200.main(argv)}
+
+
 class _FlakyOnRankOne(FaultyDriver):
     """Refuses every 151st mapping call of rank 1's moves; an undo needs fewer calls than that."""
 
@@ -567,9 +637,14 @@ def two_ranks_swap(model: str, routing: str, vamp: dict[str, Any] | None, **work
 
 
 def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
-    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``."""
+    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``.
+
+    ``name`` is of a function here, or ``module.function`` of a module beside this one.
+    """
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    sender.send(globals()[name](model, **spec))
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(f"support.{module}"), function) if module else globals()[name]
+    sender.send(found(model, **spec))
     sender.close()
