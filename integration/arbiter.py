@@ -19,7 +19,7 @@ from vamp_integration.journal import Journal
 from vamp_integration.log import logger
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
-from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
 from vamp_runtime.policy.decide import Action, Decision, Situation, decide
 
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
@@ -36,6 +36,7 @@ class Arbiter:
 
     Attributes:
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
+        swap_s: seconds that one pair of groups took in the last swap.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Arbiter:
         self._wanted_levels = 0
         self._max_bubble_s = max_bubble_s
         self._level_s = max_bubble_s
+        self.swap_s = max_bubble_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
         pool.on_evict = self._evicted
@@ -103,8 +105,11 @@ class Arbiter:
             return
         outcome = report.outcome
         move = self.controller.settle(outcome)
-        self.last_move_at = time.monotonic()
         self.journal.moved(self.controller, move, outcome)
+        if move.kind is MoveKind.SWAP:
+            self._swapped(move, outcome)
+            return
+        self.last_move_at = time.monotonic()
         if not outcome.ok:
             logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
             self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
@@ -119,6 +124,15 @@ class Arbiter:
                 outcome.bytes_moved / 2**20,
                 outcome.seconds * 1e3,
             )
+
+    def _swapped(self, move: Move, outcome: Outcome) -> None:
+        """A swap changes no capacity, and one that was refused is no reason to put other moves off."""
+        if outcome.ok:
+            self.swap_s = outcome.seconds / len(move.swaps)
+            what = f"exchanged, {outcome.bytes_moved / 2**20:.1f} MiB in {outcome.seconds * 1e3:.1f} ms"
+        else:
+            what = f"not exchanged ({outcome.reason})"
+        logger.info("VAMP: %d pairs of expert groups %s", len(move.swaps), what)
 
     def draw(self, blocks: int) -> int:
         """Put up to ``blocks`` reserve blocks into the pool; the number put."""

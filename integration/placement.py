@@ -116,7 +116,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
         geometry.page_bytes // 1024,
         geometry.max_level,
         geometry.pages_per_level * geometry.page_bytes // 1024,
-        geometry.max_level * geometry.pages_per_level * geometry.page_bytes >> 20,
+        geometry.home_slots * geometry.pages_per_level * geometry.page_bytes >> 20,
     )
     logger.info(
         "VAMP: staging %s, %d MiB of HBM from the KV budget: %d experts of a layer twice",

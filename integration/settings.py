@@ -32,6 +32,8 @@ class VampSettings:
         reserve_levels: levels of KV memory kept mapped but out of the block pool, taken from the KV budget.
         host_gib: most host memory for home pages, in GiB; 0 means no limit of VAMP's own.
         home_refresh_mib: most bytes copied to home pages per step, in MiB.
+        reselect_mib_per_s: most expert groups, in MiB a second, that come back to HBM in the place of colder
+            ones while the level stays; 0 leaves the groups that are out as they are.
         record_order: path of a routing profile (JSON, a permutation per layer); empty means by index.
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
@@ -55,6 +57,7 @@ class VampSettings:
     reserve_levels: int = 1
     host_gib: float = 0.0
     home_refresh_mib: int = 64
+    reselect_mib_per_s: float = 0.0
     record_order: str = ""
     restore: bool = True
     max_bubble_ms: float = 30.0
@@ -85,8 +88,10 @@ class VampSettings:
             raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'vllm'")
         if self.staging not in STAGING_MODES:
             raise ConfigError(f"staging: {self.staging!r} is none of {STAGING_MODES}; try 'auto'")
-        if not 0 <= self.host_gib < math.inf:
-            raise ConfigError(f"host_gib: {self.host_gib} is not finite and 0 or more; try 0 (no limit)")
+        for name, meaning in (("host_gib", "no limit"), ("reselect_mib_per_s", "off")):
+            if not 0 <= getattr(self, name) < math.inf:
+                value = getattr(self, name)
+                raise ConfigError(f"{name}: {value} is not finite and 0 or more; try 0 ({meaning})")
 
 
 def parse(values: Mapping[str, Any]) -> VampSettings:

@@ -59,7 +59,7 @@ class Mover:
         self._kind = move.kind
         self._boundary.request(move)
         self._boundary.redirect()
-        if move.kind is MoveKind.OFFLOAD:
+        if move.kind is not MoveKind.RESTORE:
             self._slots_changed()
         self._agreed = self._thread.submit(self._prepare)
 

@@ -176,6 +176,12 @@ class ExpertSlab:
             self._out[layer].remove(group)
             self.point_back(layer, group)
 
+    def mark_swapped(self, layer: int, leaving: int, returning: int) -> None:
+        """Count ``leaving`` as out in the place of ``returning``, which counts as back in HBM."""
+        assert leaving in self._redirected[layer] and leaving not in self._out[layer]
+        self._out[layer][self._out[layer].index(returning)] = leaving
+        self.point_back(layer, returning)
+
     def seal(self) -> None:
         """Record a checksum of every expert, read at its own address. Weights must not change afterwards."""
         self._checksums = [

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, move
+from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, SWAP, move
 from support.faulty import FaultyDriver
 from support.rigs import RECORDS, Rig, build_rig
 
@@ -82,6 +82,29 @@ def test_experts_are_read_at_home_until_a_restore_is_published() -> None:
         assert outcome is not None and outcome.ok and outcome.level == 0
         assert len(tables) == 1 and tables[0] != out
         rig.moved(outcome)
+        rig.check()
+
+
+def test_a_swap_changes_the_table_before_pages_move_and_when_it_is_published() -> None:
+    with open_mover() as (rig, driver, mover, tables):
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        rig.moved(mover.finish(wait=True))
+        tables.clear()
+        driver.gate.clear()
+        asked = move(rig.boundary, SWAP, 0)
+        mover.start(asked)
+        (redirected,) = tables
+        for swap in asked.swaps:
+            both = rig.slab.experts_of(swap.layer, swap.leaving) + rig.slab.experts_of(
+                swap.layer, swap.returning
+            )
+            assert min(redirected[swap.layer][expert] for expert in both) >= rig.geometry.home_slot_base
+        driver.gate.set()
+        rig.moved(mover.finish(wait=True))
+        assert len(tables) == 2 and tables[1] == rig.slab.slot_table
+        for swap in asked.swaps:
+            back = rig.slab.experts_of(swap.layer, swap.returning)
+            assert all(tables[1][swap.layer][e] == rig.slab.record(swap.layer, e) for e in back)
         rig.check()
 
 

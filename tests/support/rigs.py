@@ -29,10 +29,13 @@ class Shape:
     positions: int
     pages: int = 8
     staging: int = 0
+    spare_homes: int = 0
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
-        return SlabGeometry.plan(self.layers, self.experts, parts, granularity, self.ratio, self.staging)
+        return SlabGeometry.plan(
+            self.layers, self.experts, parts, granularity, self.ratio, self.staging, self.spare_homes
+        )
 
     def kv(self, slab: SlabGeometry) -> KVGeometry:
         """Room for all levels; a block is 3/5 of a page, so that blocks and pages end apart."""
