@@ -48,12 +48,12 @@ def slab_geometry(
     """
     try:
         sizes = (layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio)
-        # At the highest level, the group that is to leave next in a swap needs a home too.
-        spare = int(settings.reselect_mib_per_s > 0)
-        geometry = SlabGeometry.plan(*sizes, spare_homes=spare)
+        # At the highest level, the group that is to leave next needs a home too.
+        spare_homes = int(settings.reselect_mib_per_s > 0)
+        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes)
         if device == "cpu":
             return geometry
-        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare)
+        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes)
     except ConfigError as error:
         if str(error).startswith("staging_mib"):
             raise

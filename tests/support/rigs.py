@@ -33,8 +33,9 @@ class Shape:
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
-        sizes = (self.layers, self.experts, parts, granularity, self.ratio)
-        return SlabGeometry.plan(*sizes, self.staging, self.spare_homes)
+        return SlabGeometry.plan(
+            self.layers, self.experts, parts, granularity, self.ratio, self.staging, self.spare_homes
+        )
 
     def kv(self, slab: SlabGeometry) -> KVGeometry:
         """Room for all levels; a block is 3/5 of a page, so that blocks and pages end apart."""
