@@ -38,6 +38,7 @@ def install() -> None:
         extra = self.additional_config or {}
         chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
         _fill_worker(self)
+        _export_metrics()
         config = original(self, *args, **kwargs)
         config.scheduler_config.scheduler_cls = _scheduler(config)
         refusals.check_engine(config)
@@ -72,6 +73,12 @@ def _fill_worker(args: Any) -> None:
     scheduler = args.scheduler_cls
     if scheduler not in (None, SCHEDULER, ASYNC_SCHEDULER):
         raise ConfigError(f"scheduler_cls: {scheduler} replaces VAMP's own; leave scheduler_cls unset")
+
+
+def _export_metrics() -> None:
+    from vamp_integration import stat_logger
+
+    stat_logger.install()
 
 
 def _scheduler(config: Any) -> str:

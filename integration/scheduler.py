@@ -1,13 +1,15 @@
 """Hook: the scheduler owns the decision and the numbering of moves.
 
 What: commands leave with ``SchedulerOutput``, reports come back with ``ModelRunnerOutput``; levels are taken
-back when the pressure has gone; a request may be held for a step instead of being preempted.
+back when the pressure has gone; a request may be held for a step instead of being preempted; figures for the
+metrics ride on vLLM's own.
 Why: only ``schedule()`` knows demand, and only its output reaches every rank in order. How: ``scheduler_cls``
 (``vllm/v1/core/sched/scheduler.py``). Exists as a mixin because the asynchronous scheduler is another class.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -15,15 +17,20 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vamp_integration import settings
+from vamp_integration import metrics, settings
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
+from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.shrink import Shrinker
+
+# Seconds between two sets of figures for the metrics.
+FIGURES_EVERY_S = 0.1
 
 
 class VampSchedulerMixin:
@@ -33,6 +40,7 @@ class VampSchedulerMixin:
     arbiter: Arbiter
     shrinker: Shrinker
     left_waiting: int = 0
+    _figures_sent_at: float = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,6 +49,8 @@ class VampSchedulerMixin:
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
+        hardware = hardware_profile(chosen, config.device_config.device_type)
+        self._host_read_bandwidth = hardware.host_read_bandwidth.value
         bubble_s = chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
@@ -60,6 +70,18 @@ class VampSchedulerMixin:
         if report is not None:
             self.arbiter.settle(report)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's figures of a step, and VAMP's beside them (``metrics.py``)."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is None:
+            return None
+        now, idle = time.monotonic(), not stats.num_running_reqs + stats.num_waiting_reqs
+        # Not in every step, for what it costs; but what an idle engine has sent last must be the latest.
+        if idle or now - self._figures_sent_at >= FIGURES_EVERY_S:
+            self._figures_sent_at = now
+            metrics.put(stats, metrics.values(self.arbiter, self._host_read_bandwidth))
+        return stats
 
     def has_requests(self) -> bool:
         """Keeps the engine stepping while a command or a finished cordon waits to travel."""

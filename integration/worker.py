@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
-from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
+from vamp_integration.host_reads import HostReads
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
 
 EXIT_STATE_LOST = 70
@@ -42,6 +45,8 @@ class VampWorkerMixin:
     _memory: ExpertMemory
     _boundary: Boundary
     _hit_counts: HitCounts
+    _host_reads: HostReads
+    _home_bytes_copied: int = 0
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
@@ -54,6 +59,7 @@ class VampWorkerMixin:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
+        self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
@@ -85,7 +91,7 @@ class VampWorkerMixin:
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
         capacity = self._capacity(pages)
-        self._capacity_report = Report(capacity=capacity)
+        self._capacity_report = Report(capacity=capacity, memory=self._figures())
         logger.info(
             "VAMP: KV cache of %d blocks now, %d mapped, at most %d; virtual %d MiB",
             kv_cache_config.num_blocks,
@@ -122,7 +128,7 @@ class VampWorkerMixin:
         try:
             self._boundary.region.claim(command.claimed_blocks)
             if command.move is not None:
-                self._report = Report(outcome=self._boundary.run(command.move))
+                self._report = Report(outcome=self._boundary.run(command.move), memory=self._figures())
                 if self._memory.tables is not None:
                     self._memory.tables.update()
         except BaseException:
@@ -133,20 +139,32 @@ class VampWorkerMixin:
 
     def _follow_coldest(self) -> None:
         """Order groups by measured use and let the home pages follow, at a bounded rate."""
-        slab = self._memory.slab
-        for layer, hits in enumerate(self._hit_counts.poll() or ()):
+        slab, counts = self._memory.slab, self._hit_counts.poll()
+        for layer, hits in enumerate(counts or ()):
             slab.set_coldness(layer, coldest_groups(hits, slab, layer))
+        if counts is not None:
+            self._host_reads.look(counts, self._steps, hosted_experts(slab))
         try:
-            slab.refresh_homes(self._settings().home_refresh_mib << 20)
+            self._home_bytes_copied += slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
             # Homes without a finished copy stay empty: their groups cannot leave, and nothing is wrong.
             logger.warning("VAMP: copying experts to their home pages failed (%s)", error)
+        self._report = replace(self._report or Report(), memory=self._figures())
 
     def _answer(self, output: Any) -> Any:
         if self._report is None or not isinstance(output, ModelRunnerOutput):
             return output
         report, self._report = self._report, None
         return put_report(output, report)
+
+    def _figures(self) -> MemoryFigures:
+        ledger = self._memory.ledger
+        return MemoryFigures(
+            pages={kind.value: pages for kind, pages in ledger.by_kind().items()},
+            page_bytes=ledger.page_bytes,
+            home_bytes_copied=self._home_bytes_copied,
+            host_bytes_read=self._host_reads.nbytes,
+        )
 
     def _capacity(self, pages: int) -> Capacity:
         geometry = self._memory.slab.geometry
@@ -165,6 +183,12 @@ class VampWorkerMixin:
         chosen = settings.of(self.vllm_config)  # type: ignore[attr-defined]
         assert chosen is not None
         return chosen
+
+
+def hosted_experts(slab: ExpertSlab) -> list[list[int]]:
+    """Per layer, the experts that the slot table reads from host memory."""
+    first = slab.geometry.home_slot_base
+    return [[expert for expert, slot in enumerate(row) if slot >= first] for row in slab.slot_table]
 
 
 def coldest_groups(hits: list[int], slab: Any, layer: int) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.faulty import FaultyDriver
+from vamp_runtime.memory.ledger import OwnerKind
 
 MIB = 1 << 20
 VOCABULARY = 2048
@@ -425,3 +426,21 @@ def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: 
         os.dup2(stream.fileno(), 2)
     sender.send(globals()[name](model, **spec))
     sender.close()
+
+
+def exported(model: str, **options: Any) -> Any:
+    """Levels go up and down, with statistics on: what this process's Prometheus registry says then."""
+    from prometheus_client import REGISTRY
+
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=8 * MIB, disable_log_stats=False, **options)
+    (prompt,) = prompts(3, 1, 100)
+    rig.generate([prompt], 100)
+    samples = [
+        (sample.name, sample.labels, sample.value)
+        for family in REGISTRY.collect()
+        if family.name.startswith("vamp:")
+        for sample in family.samples
+    ]
+    pages = {kind.value: rig.worker._memory.ledger.count(kind) for kind in OwnerKind}
+    return {"samples": samples, "counted": pages, **rig.report()}
