@@ -12,6 +12,7 @@ import typer
 from vamp_integration import compat
 from vamp_integration.cli.replay import replay
 from vamp_integration.cli.serve import serve
+from vamp_integration.cli.status import status
 from vamp_integration.replay.trace import TraceError
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.command()(replay)
+app.command()(status)
 
 
 @app.command("make-model")
