@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.dashboard import asked_for
 from support.engine import run_scenario
 from support.scenarios import EAGER, prompts
-from support.server import Server, serving
+from support.server import VAMP, Server, serving
 
 from vamp_integration import metrics
 
@@ -74,6 +77,22 @@ def test_the_page_follows_the_moves(server: Server) -> None:
     assert after["vamp:moe_host_read_bytes_total", ""] > 0
     assert after["vamp:realized_cost_seconds_total", "offload"] > 0
     assert after["vllm:prompt_tokens_total", ""] == 9 * 600 + 3
+
+
+def test_status_reads_the_page(server: Server) -> None:
+    done = subprocess.run([VAMP, "status", server.url, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    figures, page = json.loads(done.stdout), scrape(server)
+    assert figures["vamp"]["level"] == page["vamp:level", ""] > 0
+    assert figures["vamp"]["decisions"]["expand"] == page["vamp:decisions_total", "expand"]
+    assert 0 <= figures["vllm"]["prefix_hit_rate"] < 1 and figures["vllm"]["ttft_mean_s"] > 0
+
+
+def test_the_page_has_everything_the_dashboard_asks_for(server: Server) -> None:
+    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
+    samples = [sample for family in families for sample in family.samples]
+    assert asked_for() <= {sample.name for sample in samples}
+    assert all({"model_name", "engine"} <= s.labels.keys() for s in samples if s.name in asked_for())
 
 
 def test_what_travels_does_not_show_up_in_vllms_metrics(server: Server) -> None:
