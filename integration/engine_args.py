@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from vamp_integration import refusals, settings
+from vamp_integration.home_room import check_homes
 from vamp_integration.plan import check_plan
 from vamp_runtime.errors import ConfigError
 
@@ -50,14 +51,16 @@ def install() -> None:
 
 
 def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
-    """Profiles can be read and the pages divide: found here, it costs one line and not a start-up."""
-    check_plan(
+    """Profiles can be read, pages divide, homes fit: found here, it costs one line and not a start-up."""
+    geometry = check_plan(
         chosen,
         config.model_config.hf_text_config,
         config.parallel_config.tensor_parallel_size,
         config.cache_config.kv_cache_memory_bytes,
         config.device_config.device_type,
     )
+    if geometry is not None:
+        check_homes(chosen, geometry, config.parallel_config.local_world_size)
 
 
 def _fill_worker(args: Any) -> None:
