@@ -20,8 +20,6 @@ CPU_WORKER = "vamp_integration.worker_cpu.VampCPUWorker"
 GPU_WORKER = "vamp_integration.worker_gpu.VampGPUWorker"
 SCHEDULER = "vamp_integration.scheduler.VampScheduler"
 ASYNC_SCHEDULER = "vamp_integration.scheduler.VampAsyncScheduler"
-# A block's pages of all layers side by side, so that the region grows at one end.
-GPU_LAYOUT = "BLHNC"
 
 
 def install() -> None:
@@ -91,6 +89,7 @@ def _scheduler(config: Any) -> str:
 
 def _choose_layout() -> None:
     """vLLM reads the layout from its environment, in the engine's process, which inherits this one's."""
-    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", GPU_LAYOUT)
-    if given != GPU_LAYOUT:
-        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {GPU_LAYOUT}")
+    layout = settings.GPU_LAYOUT
+    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", layout)
+    if given != layout:
+        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {layout}")

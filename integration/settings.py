@@ -16,6 +16,8 @@ from vamp_runtime.errors import ConfigError
 KEY = "vamp"
 LOAD_FORMAT = "vamp"
 MOE_KERNELS = ("vllm", "vamp")
+#: A block's pages of all layers side by side, so that the region grows at one end.
+GPU_LAYOUT = "BLHNC"
 
 
 @dataclass(frozen=True)

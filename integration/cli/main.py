@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vamp_integration import compat
+from vamp_integration.cli.doctor import doctor
 from vamp_integration.cli.replay import replay
 from vamp_integration.cli.serve import serve
 from vamp_integration.cli.status import status
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.command()(replay)
 app.command()(status)
+app.command()(doctor)
 
 
 @app.command("make-model")
