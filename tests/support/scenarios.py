@@ -428,14 +428,14 @@ def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: 
     sender.close()
 
 
-def exported(model: str, **options: Any) -> Any:
+def exported(model: str, kv_mib: int = 8, max_tokens: int = 100, **options: Any) -> Any:
     """Levels go up and down, with statistics on: what this process's Prometheus registry says then."""
     from prometheus_client import REGISTRY
 
     vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
-    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=8 * MIB, disable_log_stats=False, **options)
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, disable_log_stats=False, **options)
     (prompt,) = prompts(3, 1, 100)
-    rig.generate([prompt], 100)
+    rig.generate([prompt], max_tokens)
     samples = [
         (sample.name, sample.labels, sample.value)
         for family in REGISTRY.collect()
