@@ -27,21 +27,28 @@ class HostReads:
     def __init__(self, expert_bytes: int) -> None:
         self._expert_bytes = expert_bytes
         self._before: list[list[int]] | None = None
-        self._step = 0
+        self._steps = 0
         self.nbytes = 0
 
-    def look(self, hits: Sequence[Sequence[int]], step: int, hosted: Sequence[Collection[int]]) -> None:
+    def look(
+        self, hits: Sequence[Sequence[int]] | None, steps: int, hosted: Sequence[Collection[int]]
+    ) -> None:
         """Count what was read since the last look.
 
         Args:
             hits: ``[layers][experts]``, counted since start; one that has fallen was set to 0 meanwhile.
-            step: number of this step, counted from 1; one that has fallen was set to 0 too.
+                ``None`` where they have not arrived: the next look counts these steps too.
+            steps: since the last look, 1 or more.
             hosted: per layer, the experts that are read from host memory.
         """
-        before = self._before or [[0] * len(row) for row in hits]
-        steps, reads = step - (self._step if step > self._step else 0), 0.0
+        self._steps += steps
+        if hits is None:
+            return
+        before, reads = self._before or [[0] * len(row) for row in hits], 0.0
         for row, row_before, experts in zip(hits, before, hosted, strict=True):
             grown = ((row[expert], row_before[expert]) for expert in experts)
-            reads += sum(expected_reads(now - (then if now >= then else 0), steps) for now, then in grown)
+            reads += sum(
+                expected_reads(now - (then if now >= then else 0), self._steps) for now, then in grown
+            )
         self.nbytes += round(reads * self._expert_bytes)
-        self._before, self._step = [list(row) for row in hits], step
+        self._before, self._steps = [list(row) for row in hits], 0

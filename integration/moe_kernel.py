@@ -32,14 +32,28 @@ class SlotTables:
         self._slab = slab
         self.slots = torch.empty(shape, dtype=torch.int32, device=device)
         self.hosted = torch.empty(shape, dtype=torch.bool, device=device)
+        on_gpu = device.type == "cuda"
+        self._pinned = [
+            torch.empty_like(t, device="cpu", pin_memory=on_gpu) for t in (self.slots, self.hosted)
+        ]
+        self._copied = torch.cuda.Event() if on_gpu else None
         self.update()
 
     def update(self) -> None:
-        """Take over the slab's table, for what is queued on the current stream from now on."""
-        slots = torch.tensor(self._slab.slot_table, dtype=torch.int32)
-        self.slots.copy_(slots)
+        """Take over the slab's table, for what is queued on the current stream from now on.
+
+        Waits for no kernel, only for the copies that the update before has queued.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        slots, hosted = self._pinned
+        slots.copy_(torch.tensor(self._slab.slot_table, dtype=torch.int32))
         # The reads through home aliases are those of redirected groups; own records are in HBM.
-        self.hosted.copy_(slots >= self._slab.geometry.home_slot_base)
+        torch.ge(slots, self._slab.geometry.home_slot_base, out=hosted)
+        self.slots.copy_(slots, non_blocking=True)
+        self.hosted.copy_(hosted, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 @dataclass(frozen=True)

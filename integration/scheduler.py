@@ -31,6 +31,8 @@ from vamp_integration.shrink import Shrinker
 
 # Seconds between two sets of figures for the metrics.
 FIGURES_EVERY_S = 0.1
+# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
+BESIDE_STEPS_S = 0.25
 
 
 class VampSchedulerMixin:
@@ -51,7 +53,7 @@ class VampSchedulerMixin:
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
         hardware = hardware_profile(chosen, config.device_config.device_type)
         self._host_read_bandwidth = hardware.host_read_bandwidth.value
-        bubble_s = chosen.max_bubble_ms / 1e3
+        bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
@@ -84,8 +86,9 @@ class VampSchedulerMixin:
         return stats
 
     def has_requests(self) -> bool:
-        """Keeps the engine stepping while a command or a finished cordon waits to travel."""
-        busy = self.arbiter.controller.has_command or self.arbiter.pool.cordoned_free
+        """Keeps the engine stepping while a command, a move's outcome or a finished cordon is to travel."""
+        controller = self.arbiter.controller
+        busy = controller.has_command or controller.moving or self.arbiter.pool.cordoned_free
         return busy or super().has_requests()  # type: ignore[misc]
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:

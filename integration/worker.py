@@ -30,6 +30,7 @@ from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.mover import Mover
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
 
@@ -44,12 +45,14 @@ class VampWorkerMixin:
 
     _memory: ExpertMemory
     _boundary: Boundary
+    _mover: Mover
     _hit_counts: HitCounts
     _host_reads: HostReads
     _home_bytes_copied: int = 0
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
+    _claim: int | None = None
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +93,10 @@ class VampWorkerMixin:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
+        tables = self._memory.tables
+        self._mover = Mover(
+            self._boundary, tables.update if tables is not None else None, end_process, driver.bind_thread
+        )
         capacity = self._capacity(pages)
         self._capacity_report = Report(capacity=capacity, memory=self._figures())
         logger.info(
@@ -113,37 +120,45 @@ class VampWorkerMixin:
         return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        command = get_command(scheduler_output)
-        if command is not None:
-            self._obey(command)
+        self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
         self._steps += 1
-        if self._steps % self.home_refresh_steps == 0:
+        if self._steps >= self.home_refresh_steps and not self._mover.busy:
             self._follow_coldest()
+            self._steps = 0
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._answer(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
-    def _obey(self, command: StepCommand) -> None:
+    def _obey(self, command: StepCommand | None, idle: bool) -> None:
+        """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
         try:
-            self._boundary.region.claim(command.claimed_blocks)
-            if command.move is not None:
-                self._report = Report(outcome=self._boundary.run(command.move), memory=self._figures())
-                if self._memory.tables is not None:
-                    self._memory.tables.update()
+            if command is not None:
+                self._claim = command.claimed_blocks
+            self._take_outcome(wait=idle or (command is not None and command.move is not None))
+            if command is not None and command.move is not None:
+                self._mover.start(command.move)
+                self._take_outcome(wait=idle)
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.
             traceback.print_exc()
-            logger.critical("VAMP: a move failed and could not be undone; ending the process")
-            os._exit(EXIT_STATE_LOST)
+            end_process()
+
+    def _take_outcome(self, wait: bool) -> None:
+        outcome = self._mover.finish(wait)
+        if outcome is not None:
+            self._report = Report(outcome=outcome, memory=self._figures())
+        if self._claim is not None and not self._mover.busy:
+            # Bookkeeping of who owns a page; the region is the mover's while a move is under way.
+            self._boundary.region.claim(self._claim)
+            self._claim = None
 
     def _follow_coldest(self) -> None:
         """Order groups by measured use and let the home pages follow, at a bounded rate."""
         slab, counts = self._memory.slab, self._hit_counts.poll()
         for layer, hits in enumerate(counts or ()):
             slab.set_coldness(layer, coldest_groups(hits, slab, layer))
-        if counts is not None:
-            self._host_reads.look(counts, self._steps, hosted_experts(slab))
+        self._host_reads.look(counts, self._steps, hosted_experts(slab))
         try:
             self._home_bytes_copied += slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
@@ -189,6 +204,12 @@ def hosted_experts(slab: ExpertSlab) -> list[list[int]]:
     """Per layer, the experts that the slot table reads from host memory."""
     first = slab.geometry.home_slot_base
     return [[expert for expert, slot in enumerate(row) if slot >= first] for row in slab.slot_table]
+
+
+def end_process() -> None:
+    """End this rank at once: it may not serve another token."""
+    logger.critical("VAMP: a move failed and could not be undone; ending the process")
+    os._exit(EXIT_STATE_LOST)
 
 
 def coldest_groups(hits: list[int], slab: Any, layer: int) -> list[int]:

@@ -55,13 +55,13 @@ class VampGPUWorker(VampWorkerMixin, Worker):
                 top_k = layer.moe_config.experts_per_token
                 layer.slot_kernel.warm_up(self.scheduler_config.max_num_batched_tokens, top_k)
 
-    def _obey(self, command: StepCommand) -> None:
-        super()._obey(command)
-        if command.move is not None and command.move.kind is MoveKind.RESTORE:
-            # Rows keep ids beyond their valid length, whose blocks may be gone. The step rewrites the rest.
+    def _obey(self, command: StepCommand | None, idle: bool) -> None:
+        if command is not None and command.move is not None and command.move.kind is MoveKind.RESTORE:
+            # Rows keep ids beyond their valid length, whose blocks will be gone. The step rewrites the rest.
             with torch.inference_mode():
                 for table in self.model_runner.block_tables.input_block_tables:  # type: ignore[attr-defined]
                     table.zero_()
+        super()._obey(command, idle)
 
     def _answer(self, output: Any) -> Any:
         if self._report is not None and isinstance(output, AsyncModelRunnerOutput):

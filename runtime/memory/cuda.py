@@ -79,6 +79,9 @@ class CudaDriver:
     def tiers(self) -> frozenset[Tier]:
         return self._tiers
 
+    def bind_thread(self) -> None:
+        self._api.bind_thread()
+
     def reserve(self, nbytes: int) -> int:
         self._space.check_size("reserve", nbytes)
         if not self._tiers:

@@ -76,6 +76,9 @@ class HostDriver:
     def tiers(self) -> frozenset[Tier]:
         return frozenset(self._pools)
 
+    def bind_thread(self) -> None:
+        pass  # any thread can call the kernel
+
     def reserve(self, nbytes: int) -> int:
         self._space.check_size("reserve", nbytes)
         if not self._pools:

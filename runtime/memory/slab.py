@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
@@ -107,13 +108,12 @@ class ExpertSlab:
 
     def coldest(self, layer: int, n: int) -> list[int]:
         """The next ``n`` movable groups that are in HBM and not on their way out, coldest first."""
-        return [group for group in self._coldness[layer] if group not in self._redirected[layer]][:n]
+        return list(islice(self._resident(layer), n))
 
     def ready(self, layer: int, n: int) -> list[int]:
         """The next ``n`` groups that may leave: like ``coldest``, but only those with a valid home."""
         homes = self._homes[layer]
-        resident = self.coldest(layer, self.geometry.movable_groups)
-        return [group for group in resident if homes.slot_of(group) is not None][:n]
+        return list(islice((g for g in self._resident(layer) if homes.slot_of(g) is not None), n))
 
     def home_of(self, layer: int, group: int) -> int | None:
         """Home slot with a valid copy of the group."""
@@ -218,6 +218,10 @@ class ExpertSlab:
     def close(self) -> None:
         """Give back every page and address, also with groups out."""
         self._records.close()
+
+    def _resident(self, layer: int) -> Iterator[int]:
+        redirected = self._redirected[layer]
+        return (group for group in self._coldness[layer] if group not in redirected)
 
     def _valid_home(self, layer: int, group: int) -> int:
         home = self.home_of(layer, group)

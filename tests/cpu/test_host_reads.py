@@ -28,14 +28,22 @@ def test_one_step_is_exact() -> None:
 
 def test_only_experts_in_host_memory_count_and_only_what_is_new() -> None:
     reads = HostReads(expert_bytes=1000)
-    reads.look([[5, 0, 3], [2, 2, 2]], step=1, hosted=[[0, 1], []])
+    reads.look([[5, 0, 3], [2, 2, 2]], steps=1, hosted=[[0, 1], []])
     assert reads.nbytes == 1000
-    reads.look([[5, 1, 9], [2, 2, 3]], step=2, hosted=[[0, 1], [2]])
+    reads.look([[5, 1, 9], [2, 2, 3]], steps=1, hosted=[[0, 1], [2]])
     assert reads.nbytes == 3000
 
 
-def test_counters_and_steps_that_were_set_to_zero_start_again() -> None:
+def test_counts_that_have_not_arrived_are_made_up_for() -> None:
+    late, prompt = HostReads(expert_bytes=10**6), HostReads(expert_bytes=10**6)
+    late.look(None, steps=30, hosted=[[0]])
+    late.look([[50]], steps=70, hosted=[[0]])
+    prompt.look([[50]], steps=100, hosted=[[0]])
+    assert late.nbytes == prompt.nbytes > 0
+
+
+def test_counters_that_were_set_to_zero_start_again() -> None:
     reads = HostReads(expert_bytes=10)
-    reads.look([[100]], step=64, hosted=[[]])
-    reads.look([[5]], step=1, hosted=[[0]])
+    reads.look([[100]], steps=64, hosted=[[]])
+    reads.look([[5]], steps=1, hosted=[[0]])
     assert reads.nbytes == 10

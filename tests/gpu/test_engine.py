@@ -71,9 +71,19 @@ def test_moves_leave_every_token_of_our_kernel(model: Path) -> None:
     assert moved["results"] == still["results"]
 
 
-def test_levels_go_back_while_running_and_idle(model: Path) -> None:
+def test_the_oracle_notices_corruption_under_our_kernel(model: Path) -> None:
+    run = run_scenario("corrupted", model, kv_mib=KV_MIB, **OWN_KERNEL, **WORKS["corruption"], **ENGINE)
+    assert run["level"] == run["max_level"] > 0 and run["bytes_moved"] > 0
+    assert run["sound"] == run["again"]
+    assert run["expert"][0]["tokens"] != run["sound"][0]["tokens"]
+    assert run["block"][0]["tokens"] != run["sound"][0]["tokens"]
+
+
+@pytest.mark.parametrize("kernel", ["vllm", "vamp"])
+def test_levels_go_back_while_running_and_idle(model: Path, kernel: str) -> None:
     """Sessions of more tokens together than the pool and a level hold."""
     sessions = {"kv_mib": 48, "count": 60, "length": 1200, "max_num_batched_tokens": 2048}
+    sessions["vamp"] = {"moe_kernel": kernel}  # type: ignore[assignment]
     result = run_scenario("shrinking", model, **{**ENGINE, **sessions})
     assert result["level"] > 0 and result["grown"] > result["initial"]
     assert result["began"] and result["idle"] == 0 and result["pool_after"] == result["initial"]

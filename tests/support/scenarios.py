@@ -96,6 +96,8 @@ class Rig:
 
     def check(self) -> None:
         """Every invariant that scheduler and worker can see together."""
+        if self.worker._mover.busy:
+            self.engine.engine_core.engine_core.step_fn()  # a step without tokens waits for it
         boundary, controller = self.worker._boundary, self.scheduler.arbiter.controller
         boundary.check_integrity()
         boundary.slab.verify_all()
@@ -159,7 +161,7 @@ def corrupted(
     """Everything offloaded that may be; one offloaded expert is spoilt, then one block on a moved page."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         enable_prefix_caching=False,
         **options,
@@ -313,7 +315,7 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         **options,
     )
