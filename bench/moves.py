@@ -82,9 +82,7 @@ class Rank:
                 taken = time.perf_counter() - begin
                 if name != "cuEventSynchronize":  # that is waiting for the steps before
                     self.driver_s += taken
-                # Access to host memory names two places, to the device's one.
-                of_host = name == "cuMemSetAccess" and args[-1] == 2
-                self.calls.setdefault(f"{name} (host)" if of_host else name, []).append(taken * 1e6)
+                self.calls.setdefault(name, []).append(taken * 1e6)
 
         self.driver._api.plain = clocked  # type: ignore[method-assign]
 
@@ -140,9 +138,7 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
     def end_process() -> None:
         raise SystemExit("a move failed")
 
-    mover = Mover(
-        rank.boundary, None if mode == "inline" else to_device, end_process, rank.driver.bind_thread
-    )
+    mover = Mover(rank.boundary, to_device, end_process, rank.driver.bind_thread, beside=mode != "inline")
     move = rank.next(kind, levels)
     rank.driver_s, bubble = 0.0, 0.0
     if steps is None:

@@ -17,6 +17,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.memory.boundary import Outcome
+from vamp_runtime.policy.reselect import Candidate
 
 ATTRIBUTE = "vamp"
 
@@ -40,11 +41,12 @@ class MemoryFigures:
 @dataclass(frozen=True)
 class Report:
     """A rank's news: its capacity with the first step, a move's outcome with the step that carried it, and
-    its memory with both and from time to time."""
+    its memory with both; swaps that its counters speak for, and its memory, from time to time."""
 
     capacity: Capacity | None = None
     outcome: Outcome | None = None
     memory: MemoryFigures | None = None
+    swaps: tuple[Candidate, ...] | None = None
 
 
 def put_command(output: SchedulerOutput, command: StepCommand | None) -> None:

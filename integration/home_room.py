@@ -24,7 +24,8 @@ def home_bytes(geometry: SlabGeometry) -> int:
 def fitting_ratio(geometry: SlabGeometry, room: int) -> float:
     """The largest ``max_offload_ratio``, in hundredths, whose homes of one rank fit into ``room`` bytes."""
     slots = min(room // (geometry.layers * geometry.group_bytes), geometry.movable_groups)
-    return math.floor(100 * slots * geometry.group / geometry.experts) / 100
+    levels = max(0, slots - geometry.spare_homes)
+    return math.floor(100 * levels * geometry.group / geometry.experts) / 100
 
 
 def check_homes(

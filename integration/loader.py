@@ -46,7 +46,7 @@ class VampLoader(BaseModelLoader):
         assert chosen is not None
         with use_vamp_experts():
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        model.vamp_memory = place(model, chosen)  # type: ignore[assignment]
+        model.vamp_memory = place(model, chosen, vllm_config)  # type: ignore[assignment]
         return model
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.memory.ledger import OwnerKind
+from vamp_runtime.memory.move import MoveKind
 from vamp_runtime.policy.decide import Action
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ MOVES = tuple(kind.value for kind in MoveKind)
 ACTIONS = tuple(action.value for action in Action)
 OWNERS = tuple(kind.value for kind in OwnerKind)
 CAUSES = ("offload", "evict", "preempt")
+# Which way HBM pages go in a move of each kind.
+DIRECTIONS = {
+    MoveKind.OFFLOAD: "experts_to_kv",
+    MoveKind.RESTORE: "kv_to_experts",
+    MoveKind.SWAP: "between_experts",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ METRICS = (
         "HBM that changed hands, on each rank.",
         counter=True,
         label="direction",
-        values=("experts_to_kv", "kv_to_experts"),
+        values=tuple(DIRECTIONS.values()),
     ),
     Metric(
         "copied_bytes",
@@ -147,7 +153,6 @@ def _gauges(arbiter: Arbiter) -> dict[str, Mapping[str, float]]:
 def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping[str, float]]:
     journal, memory = arbiter.journal, arbiter.journal.memory
     token_s = arbiter.costs.parameters.t_prefill_s
-    offload, restore = MOVES
     return {
         "decisions": journal.decisions,
         "predicted_cost_seconds": journal.predicted_s,
@@ -159,10 +164,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "moves": journal.moves,
         "moves_failed": {"": journal.failed_moves},
         "move_seconds": journal.seconds_by_kind,
-        "moved_bytes": {
-            "experts_to_kv": journal.bytes_by_kind[offload],
-            "kv_to_experts": journal.bytes_by_kind[restore],
-        },
+        "moved_bytes": {way: journal.bytes_by_kind[kind.value] for kind, way in DIRECTIONS.items()},
         "copied_bytes": {"to_host": memory.home_bytes_copied, "from_host": journal.copied_bytes},
         "moe_host_read_bytes": {"": memory.host_bytes_read},
         "evicted_blocks": {"": arbiter.pool.evictions},

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vamp_integration.staging import Staging
 from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
 from vamp_kernels.fused_moe import fused_moe
 from vamp_kernels.workspace import Workspace
@@ -69,6 +70,7 @@ class SlotKernel:
         workspace: shared by all layers, which run one after the other.
         dtype: of the activations.
         w13_scale, w2_scale: of fp8 weights in blocks of 128 by 128, by expert; else ``None``.
+        staging, layer: what stages host-backed experts, and the index of this layer in it.
     """
 
     w13: torch.Tensor
@@ -81,22 +83,45 @@ class SlotKernel:
     dtype: torch.dtype
     w13_scale: torch.Tensor | None = None
     w2_scale: torch.Tensor | None = None
+    staging: Staging | None = None
+    layer: int = 0
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden]``, the dtype of ``x``; see ``vamp_kernels.fused_moe``."""
+        router, staging = (x, topk_weights, topk_ids), self.staging
+        if staging is None:
+            return self._run(*router, self.slots, self.hosted, None)
+        if not staging.wanted(x.shape[0]):
+            return self._run(*router, self.slots, self.hosted, staging.fill(x.shape[0]))
+        with staging.ahead(self.layer):
+            slots, hosted = staging.slots[self.layer], staging.hosted[self.layer]
+            return self._run(*router, slots, hosted, None, after_wait=True)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        slots: torch.Tensor,
+        hosted: torch.Tensor,
+        free: torch.Tensor | None,
+        after_wait: bool = False,
+    ) -> torch.Tensor:
         return fused_moe(
             x,
             self.w13,
             self.w2,
             topk_weights,
             topk_ids,
-            self.slots,
+            slots,
             self.weight_on_input,
             self.w13_scale,
             self.w2_scale,
             hits=self.hits,
-            host_experts=self.hosted,
+            host_experts=hosted,
+            staging_slots=free,
             workspace=self.workspace,
+            after_wait=after_wait,
         )
 
     def warm_up(self, max_tokens: int, top_k: int) -> None:

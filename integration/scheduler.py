@@ -1,8 +1,8 @@
 """Hook: the scheduler owns the decision and the numbering of moves.
 
 What: commands leave with ``SchedulerOutput``, reports come back with ``ModelRunnerOutput``; levels are taken
-back when the pressure has gone; a request may be held for a step instead of being preempted; figures for the
-metrics ride on vLLM's own.
+back when the pressure has gone, and groups exchanged when others have become colder; a request may be held
+for a step instead of being preempted; figures for the metrics ride on vLLM's own.
 Why: only ``schedule()`` knows demand, and only its output reaches every rank in order. How: ``scheduler_cls``
 (``vllm/v1/core/sched/scheduler.py``). Exists as a mixin because the asynchronous scheduler is another class.
 """
@@ -27,6 +27,7 @@ from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
+from vamp_integration.reselect import Reselector
 from vamp_integration.shrink import Shrinker
 
 # Seconds between two sets of figures for the metrics.
@@ -41,6 +42,7 @@ class VampSchedulerMixin:
     kv_cache_manager: KVCacheManager
     arbiter: Arbiter
     shrinker: Shrinker
+    reselector: Reselector
     left_waiting: int = 0
     _figures_sent_at: float = 0.0
 
@@ -56,11 +58,13 @@ class VampSchedulerMixin:
         bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
+        self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s, bubble_s)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()
         self.shrinker.begin_step(self.left_waiting)
+        self.reselector.begin_step()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
         self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
@@ -71,6 +75,8 @@ class VampSchedulerMixin:
         report = get_report(model_runner_output)
         if report is not None:
             self.arbiter.settle(report)
+            if report.swaps is not None:
+                self.reselector.offer(report.swaps)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

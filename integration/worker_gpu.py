@@ -12,6 +12,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
+from vamp_integration import graph_bypass
 from vamp_integration.commands import Report, put_report
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.worker import VampWorkerMixin
@@ -42,9 +43,14 @@ class VampGPUWorker(VampWorkerMixin, Worker):
         assert mapped is not None
         virtual, config.num_blocks = config.num_blocks, mapped
         try:
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
         finally:
             config.num_blocks = virtual
+        staging = self._memory.staging
+        manager = self.model_runner.cudagraph_manager  # type: ignore[attr-defined]
+        if staging is not None and manager is not None:
+            graph_bypass.install(manager, lambda: staging.needs_host_code)
+        return times
 
     def _warm_up_own_kernel(self) -> None:
         """All layers have one shape, so one stands for them; must come before the first capture."""

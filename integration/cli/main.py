@@ -11,6 +11,7 @@ import typer
 
 from vamp_integration import compat
 from vamp_integration.cli.doctor import doctor
+from vamp_integration.cli.profile_routing import profile_routing
 from vamp_integration.cli.replay import replay
 from vamp_integration.cli.serve import serve
 from vamp_integration.cli.status import status
@@ -32,6 +33,7 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args"
 app.command()(replay)
 app.command()(status)
 app.command()(doctor)
+app.command("profile-routing")(profile_routing)
 
 
 @app.command("make-model")

@@ -107,17 +107,13 @@ def allocation_prop(api: CudaApi, tier: Tier, peer: int | None) -> Any:
     return prop
 
 
-def access_list(api: CudaApi, tier: Tier, prop: Any) -> list[Any]:
-    """Who may touch a tier's mappings: the device, and for host memory the CPU too."""
-    kinds = api.driver.CUmemLocationType
-    places = [(kinds.CU_MEM_LOCATION_TYPE_DEVICE, api.ordinal)]
-    if tier is Tier.HOST:
-        places.append((kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, prop.location.id))
-    descriptors = []
-    for kind, number in places:
-        descriptor = api.driver.CUmemAccessDesc()
-        descriptor.location.type = kind
-        descriptor.location.id = number
-        descriptor.flags = api.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        descriptors.append(descriptor)
-    return descriptors
+def access_list(api: CudaApi) -> list[Any]:
+    """Who may touch a mapping: the device alone, which also makes every copy.
+
+    Access for the CPU would make granting access to host pages several times as slow.
+    """
+    descriptor = api.driver.CUmemAccessDesc()
+    descriptor.location.type = api.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    descriptor.location.id = api.ordinal
+    descriptor.flags = api.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return [descriptor]

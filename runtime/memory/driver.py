@@ -71,8 +71,12 @@ class MemoryDriver(Protocol):
     def unmap(self, address: int, nbytes: int) -> None:
         """Take away the mappings in a range that covers each of them whole."""
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between accessible ranges that do not overlap."""
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Copy between accessible ranges that do not overlap.
+
+        On ``stream``, the handle of a stream of the device, it is for the caller to order: ``synchronize``
+        and ``unmap`` know nothing of it.
+        """
 
     def zero(self, address: int, nbytes: int) -> None:
         """Clear an accessible range."""

@@ -136,7 +136,7 @@ class HostDriver:
             self._restore("unmap", found)
         self._space.drop_mappings(found)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         self._space.check_copy(target, source, nbytes)
         ctypes.memmove(target, source, nbytes)
 

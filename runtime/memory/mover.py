@@ -22,20 +22,23 @@ class Mover:
 
     Args:
         slots_changed: brings the slot table to the device, ordered before the steps that are launched next.
-            ``None`` where no kernel reads it: then ``start`` does the whole move.
         end_process: called where a move cannot be finished or undone; does not return.
+        beside: the kernel reads every expert where the slot table says. Otherwise ``start`` does all of a
+            move, since own addresses must not change under a step.
     """
 
     def __init__(
         self,
         boundary: Boundary,
-        slots_changed: Callable[[], None] | None,
+        slots_changed: Callable[[], None],
         end_process: Callable[[], None],
         thread_begins: Callable[[], None] | None = None,
+        beside: bool = True,
     ) -> None:
         self._boundary = boundary
         self._slots_changed = slots_changed
         self._end_process = end_process
+        self._beside = beside
         self._thread = ThreadPoolExecutor(1, "vamp-mover", initializer=thread_begins)
         self._agreed: Future[bool] | None = None
         self._done: Outcome | None = None
@@ -47,15 +50,16 @@ class Mover:
         return self._agreed is not None or self._done is not None
 
     def start(self, move: Move) -> None:
-        """Begin a move. With a slot table it is under way when this returns, else done."""
+        """Begin a move. Beside steps it is under way when this returns, else done."""
         assert not self.busy
-        if self._slots_changed is None:
+        if not self._beside:
             self._done = self._boundary.run(move)
+            self._slots_changed()
             return
         self._kind = move.kind
         self._boundary.request(move)
         self._boundary.redirect()
-        if move.kind is MoveKind.OFFLOAD:
+        if move.kind is not MoveKind.RESTORE:
             self._slots_changed()
         self._agreed = self._thread.submit(self._prepare)
 
@@ -64,7 +68,7 @@ class Mover:
         if self._agreed is not None and (wait or self._agreed.done()):
             agreed, self._agreed = self._agreed.result(), None
             self._done = self._boundary.publish() if agreed else self._boundary.abandon()
-            if self._slots_changed is not None and not (agreed and self._kind is MoveKind.OFFLOAD):
+            if not (agreed and self._kind is MoveKind.OFFLOAD):
                 self._slots_changed()
         outcome, self._done = self._done, None
         return outcome

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.homes import HomeSlots
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
-from vamp_runtime.memory.records import ExpertRecords
+from vamp_runtime.memory.records import ExpertRecords, staging_owner
 from vamp_runtime.memory.transaction import Transaction
 
 
@@ -119,6 +120,7 @@ class ExpertSlab:
         """Home slot with a valid copy of the group."""
         return self._homes[layer].slot_of(group)
 
+    @ranged("home refresh")
     def refresh_homes(self, budget_bytes: int) -> int:
         """Copy the coldest groups that lack a home into home slots, at most ``budget_bytes``; bytes copied.
 
@@ -174,6 +176,12 @@ class ExpertSlab:
             self._out[layer].remove(group)
             self.point_back(layer, group)
 
+    def mark_swapped(self, layer: int, leaving: int, returning: int) -> None:
+        """Count ``leaving`` as out in the place of ``returning``, which counts as back in HBM."""
+        assert leaving in self._redirected[layer] and leaving not in self._out[layer]
+        self._out[layer][self._out[layer].index(returning)] = leaving
+        self.point_back(layer, returning)
+
     def seal(self) -> None:
         """Record a checksum of every expert, read at its own address. Weights must not change afterwards."""
         self._checksums = [
@@ -204,6 +212,9 @@ class ExpertSlab:
         Raises:
             IntegrityError: naming the layer and the group.
         """
+        for group in range(self.geometry.staging_groups):
+            if len(self.ledger.pages(staging_owner(group))) != self.geometry.pages_per_group:
+                raise IntegrityError(f"staging group {group} has lost pages")
         for layer, homes in enumerate(self._homes):
             homes.check_integrity()
             for home in range(self.geometry.home_slots):

@@ -30,6 +30,7 @@ main()
         ["make-model", "--help"],
         ["status", "--help"],
         ["doctor", "--help"],
+        ["profile-routing", "--help"],
     ],
 )
 def test_help_needs_no_engine(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, move
+from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, SWAP, move
 from support.faulty import FaultyDriver
 from support.rigs import RECORDS, Rig, build_rig
 
@@ -47,7 +47,7 @@ def open_mover(beside: bool = True) -> Iterator[tuple[Rig, GatedDriver, Mover, l
     def keep() -> None:
         tables.append([list(row) for row in rig.slab.slot_table])
 
-    mover = Mover(rig.boundary, keep if beside else None, lambda: tables.append([]), driver.bind_thread)
+    mover = Mover(rig.boundary, keep, lambda: tables.append([]), driver.bind_thread, beside)
     yield rig, driver, mover, tables
     rig.close()
     inner.close()
@@ -85,12 +85,35 @@ def test_experts_are_read_at_home_until_a_restore_is_published() -> None:
         rig.check()
 
 
+def test_a_swap_changes_the_table_before_pages_move_and_when_it_is_published() -> None:
+    with open_mover() as (rig, driver, mover, tables):
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        rig.moved(mover.finish(wait=True))
+        tables.clear()
+        driver.gate.clear()
+        asked = move(rig.boundary, SWAP, 0)
+        mover.start(asked)
+        (redirected,) = tables
+        for swap in asked.swaps:
+            both = rig.slab.experts_of(swap.layer, swap.leaving) + rig.slab.experts_of(
+                swap.layer, swap.returning
+            )
+            assert min(redirected[swap.layer][expert] for expert in both) >= rig.geometry.home_slot_base
+        driver.gate.set()
+        rig.moved(mover.finish(wait=True))
+        assert len(tables) == 2 and tables[1] == rig.slab.slot_table
+        for swap in asked.swaps:
+            back = rig.slab.experts_of(swap.layer, swap.returning)
+            assert all(tables[1][swap.layer][e] == rig.slab.record(swap.layer, e) for e in back)
+        rig.check()
+
+
 def test_without_a_slot_table_the_move_is_done_at_once() -> None:
     with open_mover(beside=False) as (rig, driver, mover, tables):
         mover.start(move(rig.boundary, OFFLOAD, 1))
         assert driver.moved_on == {threading.get_ident()} and mover.busy
         outcome = mover.finish()
-        assert outcome is not None and outcome.ok and not mover.busy and not tables
+        assert outcome is not None and outcome.ok and not mover.busy and tables == [rig.slab.slot_table]
         rig.moved(outcome)
         rig.check()
 

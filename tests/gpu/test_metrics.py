@@ -28,7 +28,7 @@ def test_figures_follow_the_moves(tmp_path: Path) -> None:
         (name, *(v for label, v in labels.items() if label not in ("model_name", "engine"))): value
         for name, labels, value in run["samples"]
     }
-    for kind in metrics.MOVES:
+    for kind in ("offload", "restore"):
         assert run["moves_by_kind"][kind] > 50
         assert abs(values["vamp:moves_total", kind] - run["moves_by_kind"][kind]) <= 2
         assert values["vamp:move_seconds_total", kind] > 0

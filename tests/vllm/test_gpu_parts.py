@@ -176,7 +176,7 @@ def test_our_kernel_is_given_the_slots_of_the_slab(monkeypatch: pytest.MonkeyPat
     _own_kernel(slab, [layer], torch.zeros(1, experts, dtype=torch.int64))
     seen: list[dict[str, Any]] = []
 
-    def reference(*args: Any, workspace: Any, **named: Any) -> torch.Tensor:
+    def reference(*args: Any, workspace: Any, after_wait: bool, **named: Any) -> torch.Tensor:
         arguments = MoeArguments(*args, out=torch.empty_like(args[0]), **named)
         check_for_kernels(arguments)
         seen.append(named)
