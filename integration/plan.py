@@ -113,13 +113,16 @@ def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int)
 
 def check_plan(
     settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None, device: str = "cpu"
-) -> None:
+) -> SlabGeometry | None:
     """Check what the model's configuration already tells; sizes it does not name are left to the worker.
 
     Args:
         hf_config: attributes or keys as in a ``config.json``.
         kv_bytes: the KV budget, where it is set.
         device: ``cpu`` or ``cuda``.
+
+    Returns:
+        The slab of a rank, as far as the configuration tells; ``None`` where it does not name the sizes.
 
     Raises:
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
@@ -137,7 +140,7 @@ def check_plan(
     names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
     experts, intermediate, hidden, layers = (getattr(config, name, None) for name in names)
     if not (experts and intermediate and hidden and layers):
-        return
+        return None
     if device != "cpu":
         weights = 3 * (intermediate // tensor_parallel) * hidden
         part_bytes: tuple[int, ...] = (weights * _weight_bytes(config),)
@@ -147,6 +150,7 @@ def check_plan(
     geometry = slab_geometry(settings, layers, experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes - staging_share(settings, geometry, kv_bytes))
+    return geometry
 
 
 def _weight_bytes(config: Any) -> int:
