@@ -23,6 +23,7 @@ from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
 from vamp_integration.plan import granularity, slab_geometry
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
+from vamp_integration.supported import check_kernel, routed_experts
 from vamp_kernels.workspace import Workspace
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.cuda import CudaDriver
@@ -56,7 +57,7 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
 
     Raises ``ConfigError`` where the model or its experts cannot be placed.
     """
-    layers = [module for module in model.modules() if isinstance(module, VampRoutedExperts)]
+    layers = routed_experts(model)
     _check(layers, settings)
     first = layers[0]
     device: torch.device = first.w13_weight.data.device  # type: ignore[assignment]
@@ -130,7 +131,7 @@ def _store(weight: torch.Tensor, view: torch.Tensor, records: torch.Tensor | Non
 
 
 def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None) -> None:
-    """Bring biases and scales ``[experts, ...]`` into record order, in place: vLLM's kernel is given records.
+    """Bring the scales ``[experts, ...]`` into record order, in place: vLLM's kernel is given records.
 
     Args:
         records: ``[experts]``, record of each expert; ``None`` where it is the identity.
@@ -138,7 +139,9 @@ def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None)
     if records is None:
         return
     for name, parameter in layer.named_parameters(recurse=False):
-        if name not in PARTS and parameter.dim() and parameter.shape[0] == experts:
+        # Not the router's bias, which the layer may hold beside its own: tokens choose experts, not records.
+        own = name.startswith(("w13_", "w2_")) and name not in PARTS
+        if own and parameter.dim() and parameter.shape[0] == experts:
             parameter.data[records] = parameter.data.clone()
 
 
@@ -147,7 +150,7 @@ def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: tor
     tables, workspace = SlotTables(slab, hits.device), Workspace(hits.device)
     for index, layer in enumerate(layers):
         w13, w2 = _views(slab, index, layer, slab.geometry.slots)
-        scales = [getattr(layer, f"{name}_scale_inv", None) for name in PARTS]
+        scales = [_scale(layer, name) for name in PARTS]
         layer.slot_kernel = SlotKernel(
             w13,
             w2,
@@ -157,9 +160,18 @@ def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: tor
             bool(layer.apply_router_weight_on_input),
             workspace,
             layer.moe_config.in_dtype,
-            *(scale.data if scale is not None else None for scale in scales),
+            *scales,
         )
     return tables
+
+
+def _scale(layer: VampRoutedExperts, name: str) -> torch.Tensor | None:
+    """Scales of a weight by expert, under either name that vLLM's fp8 methods give them."""
+    for suffix in ("_scale_inv", "_scale"):
+        scale = getattr(layer, name + suffix, None)
+        if scale is not None:
+            return scale.data
+    return None
 
 
 def _driver(settings: VampSettings, device: torch.device) -> MemoryDriver:
@@ -191,30 +203,13 @@ def _budgets(settings: VampSettings, device: torch.device) -> dict[Tier, int] | 
 
 
 def _check(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> None:
-    if not layers:
-        raise ConfigError("model: it has no routed experts to offload; serve it without --load-format vamp")
+    """What is known only once vLLM has prepared the weights; the rest came before they were read."""
     for layer in layers:
-        kernel = getattr(layer.quant_method, "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if layer.w13_weight.device.type == "cpu":
-            usable, needed = _is_plain_cpu(experts), "unquantized CPU experts (no zentorch); use auto"
-        else:
-            usable, needed = type(experts).__name__ == "TritonExperts", "Triton experts; use triton"
-        if not usable:
-            raise ConfigError(
-                f"moe_backend: {layer.layer_name} runs {type(experts).__name__}; VAMP needs vLLM's {needed}"
-            )
+        on_cpu = layer.w13_weight.device.type == "cpu"
+        experts = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+        check_kernel(layer, type(experts), on_cpu)
+        if on_cpu and experts._use_zentorch:
+            raise ConfigError(f"moe_backend: {layer.layer_name} runs zentorch; uninstall zentorch")
         reason = misfit(layer) if settings.moe_kernel == "vamp" else ""
         if reason:
             raise ConfigError(f"moe_kernel: vamp cannot run {layer.layer_name}: {reason}; use vllm")
-    shapes = {(layer.local_num_experts, layer.w13_weight.shape, layer.w2_weight.shape) for layer in layers}
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"model: its MoE layers differ in shape ({len(shapes)} shapes); VAMP needs one shape"
-        )
-
-
-def _is_plain_cpu(experts: object) -> bool:
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    return isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch

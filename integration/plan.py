@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vamp_integration.costs import engine_costs
+from vamp_integration.moe_shape import expert_count, moe_shape
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_profiles import HardwareProfile, load_hardware
@@ -74,7 +75,12 @@ def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int)
 
 
 def check_plan(
-    settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None, device: str = "cpu"
+    settings: VampSettings,
+    hf_config: Any,
+    tensor_parallel: int,
+    kv_bytes: int | None,
+    device: str = "cpu",
+    quantization: str | None = None,
 ) -> None:
     """Check what the model's configuration already tells; sizes it does not name are left to the worker.
 
@@ -82,33 +88,28 @@ def check_plan(
         hf_config: attributes or keys as in a ``config.json``.
         kv_bytes: the KV budget, where it is set.
         device: ``cpu`` or ``cuda``.
+        quantization: vLLM's name of the checkpoint's method, where it has one.
 
     Raises:
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
     """
-    config = SimpleNamespace(**hf_config) if isinstance(hf_config, dict) else hf_config
+    # The text model's own table, where the checkpoint has others beside it.
+    named = hf_config.get("text_config", hf_config) if isinstance(hf_config, dict) else None
+    config = hf_config if named is None else SimpleNamespace(**named)
     engine_costs(settings, config, device == "cpu")
     if device == "cpu" and settings.moe_kernel != "vllm":
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
-    read_order(settings.record_order, None, getattr(config, "num_experts", None))
+    read_order(settings.record_order, None, expert_count(config))
     granularity(settings, device)
-    names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
-    experts, intermediate, hidden, layers = (getattr(config, name, None) for name in names)
-    if not (experts and intermediate and hidden and layers):
+    shape = moe_shape(config)
+    if shape is None:
         return
     if device != "cpu":
-        weights = 3 * (intermediate // tensor_parallel) * hidden
-        part_bytes: tuple[int, ...] = (weights * _weight_bytes(config),)
+        weights = 3 * (shape.intermediate // tensor_parallel) * shape.hidden
+        part_bytes: tuple[int, ...] = (weights * (BF16_BYTES if quantization is None else FP8_BYTES),)
     else:
-        shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
-        part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
-    geometry = slab_geometry(settings, layers, experts, part_bytes, device)
+        shard = -(-shape.intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
+        part_bytes = (2 * shard * shape.hidden * BF16_BYTES, shard * shape.hidden * BF16_BYTES)
+    geometry = slab_geometry(settings, shape.moe_layers, shape.experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes)
-
-
-def _weight_bytes(config: Any) -> int:
-    """Bytes of one expert weight in the checkpoint."""
-    quantization = getattr(config, "quantization_config", None)
-    fp8 = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
-    return FP8_BYTES if fp8 else BF16_BYTES

@@ -5,9 +5,12 @@ A scenario returns plain data; the tests judge it.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import multiprocessing
 import os
 import random
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -150,6 +153,50 @@ def exercised(
         results += rig.generate([prompt], max_tokens)
         rig.check()
     return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
+
+
+def families(model: str, work: dict[str, int], kv_mib: int, **options: Any) -> Any:
+    """Every checkpoint of the folder in turn: vLLM alone, then VAMP; a failure is that family's result."""
+    options |= {"kv_cache_memory_bytes": kv_mib * MIB, "enable_prefix_caching": False}
+    done = {}
+    for folder in sorted(Path(model).iterdir()):
+        try:
+            done[folder.name] = _proven(folder, work, options)
+        except Exception:  # whatever vLLM raises for this one, the others still count
+            done[folder.name] = {"error": traceback.format_exc()}
+        _forget_engine()
+    return done
+
+
+def _proven(folder: Path, work: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens without VAMP, with a level moving in every step, and with one spoilt expert out."""
+    path, options = str(folder / "model"), dict(options)
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1, "record_order": str(folder / "order.json")}
+    vamp |= {"model": "auto", **options.pop("vamp", {})}
+    rig = Rig(path, vamp=None, **options)
+    still = _one_by_one(rig, **work)
+    del rig
+    _forget_engine()
+    rig = Rig(path, vamp=vamp, **options)
+    moved = _one_by_one(rig, **work)
+    rig.settle()
+    rig.check()
+    report = rig.report()
+    arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
+    shrinker.settings = dataclasses.replace(shrinker.settings, exercise_steps=0, restore=False)
+    arbiter.want(arbiter.controller.max_level)
+    _one_by_one(rig, **work)
+    with _spoilt_expert(rig):
+        spoilt = _one_by_one(rig, **work)
+    return {"still": still, "moved": moved, "spoilt": spoilt, **report}
+
+
+def _forget_engine() -> None:
+    """End what an engine leaves behind in its process, so that another can start there."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 def corrupted(
