@@ -1,4 +1,4 @@
-"""The routed part of a model as its Hugging Face configuration tells it, whatever the family calls the fields."""
+"""The routed part of a model as its Hugging Face configuration has it, whatever a family calls the fields."""
 
 from __future__ import annotations
 

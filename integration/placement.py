@@ -168,7 +168,7 @@ def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: tor
 def _scale(layer: VampRoutedExperts, name: str) -> torch.Tensor | None:
     """Scales of a weight by expert, under either name that vLLM's fp8 methods give them."""
     for suffix in ("_scale_inv", "_scale"):
-        scale = getattr(layer, name + suffix, None)
+        scale: torch.Tensor | None = getattr(layer, name + suffix, None)
         if scale is not None:
             return scale.data
     return None
@@ -208,7 +208,7 @@ def _check(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> None:
         on_cpu = layer.w13_weight.device.type == "cpu"
         experts = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
         check_kernel(layer, type(experts), on_cpu)
-        if on_cpu and experts._use_zentorch:
+        if on_cpu and getattr(experts, "_use_zentorch", False):
             raise ConfigError(f"moe_backend: {layer.layer_name} runs zentorch; uninstall zentorch")
         reason = misfit(layer) if settings.moe_kernel == "vamp" else ""
         if reason:

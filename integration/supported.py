@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.log import logger
 from vamp_integration.moe_kernel import misfit
+from vamp_integration.plan import slab_geometry
 from vamp_integration.settings import VampSettings
 from vamp_runtime.errors import ConfigError
 
@@ -35,7 +36,6 @@ TESTED = frozenset(
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
-        "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
     }
 )
@@ -55,6 +55,9 @@ REFUSED = {
     "NemotronHForCausalLM": "experts without a gate",
     "NemotronHPuzzleForCausalLM": "experts without a gate",
 }
+
+#: vLLM's methods whose weights stay as they are in the checkpoint, where their scales are of blocks.
+BLOCK_METHODS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 
 
 def refused_architecture(config: VllmConfig) -> str:
@@ -97,15 +100,16 @@ def routed_experts(model: nn.Module) -> list[VampRoutedExperts]:
 
     Raises ``ConfigError`` where there are none, or one is of another class.
     """
-    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    layers = [layer for layer in found if isinstance(layer, VampRoutedExperts)]
     name = type(model).__name__
-    if not layers:
+    if not found:
         raise ConfigError(
             f"model: {name} has no routed experts to offload; serve it without --load-format vamp"
         )
-    for layer in layers:
-        if not isinstance(layer, VampRoutedExperts):
-            raise _refusal(name, f"its experts are a class of their own, {type(layer).__name__}")
+    if len(layers) < len(found):
+        others = ", ".join(sorted({type(layer).__name__ for layer in found if layer not in layers}))
+        raise _refusal(name, f"its experts are a class of their own, {others}")
     return layers
 
 
@@ -115,16 +119,20 @@ def check_layers(model: nn.Module, settings: VampSettings) -> None:
     Raises ``ConfigError`` naming the model's class and the reason.
     """
     layers, name = routed_experts(model), type(model).__name__
+    on_cpu = layers[0].w13_weight.device.type == "cpu"
     for layer in layers:
         reason = next(_problems(layer), "")
         if reason:
             raise _refusal(name, f"{reason} ({layer.layer_name})")
-        on_cpu = layer.w13_weight.device.type == "cpu"
-        check_kernel(layer, layer.quant_method.experts_cls, on_cpu)
+        check_kernel(layer, getattr(layer.quant_method, "experts_cls", None), on_cpu)
         reason = misfit(layer) if settings.moe_kernel == "vamp" else ""
         if reason:
             raise ConfigError(f"moe_kernel: vamp cannot run {layer.layer_name}: {reason}; use vllm")
     _check_one_shape(layers, name)
+    first = layers[0]
+    if not on_cpu:  # where vLLM pads them first
+        sizes = first.w13_weight[0].nbytes + first.w2_weight[0].nbytes
+        slab_geometry(settings, len(layers), first.local_num_experts, (sizes,), "cuda")
     if name not in TESTED:
         logger.warning("VAMP: %s has the experts that VAMP needs, but no test of VAMP runs it", name)
 
@@ -149,7 +157,7 @@ def _problems(layer: VampRoutedExperts) -> Iterator[str]:
     """Why the layer's experts cannot be moved, most telling first."""
     config, method = layer.moe_config, layer.quant_method
     kind = type(method).__name__
-    in_blocks = kind in ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod") and method.block_quant
+    in_blocks = kind in BLOCK_METHODS and getattr(method, "block_quant", False)
     if kind != "UnquantizedFusedMoEMethod" and not in_blocks:
         yield f"its experts are quantized by {kind}, not in fp8 blocks"
     if config.has_bias:
@@ -163,7 +171,9 @@ def _problems(layer: VampRoutedExperts) -> Iterator[str]:
     if config.num_experts != layer.local_num_experts or layer.expert_map is not None:
         yield "its experts are spread over ranks"
     bias = layer.e_score_correction_bias
-    if config.num_logical_experts != config.num_experts or (bias is not None and len(bias) != config.num_experts):
+    if config.num_logical_experts != config.num_experts or (
+        bias is not None and len(bias) != config.num_experts
+    ):
         yield "tokens may choose experts without weights, or copies of experts"
 
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of every family of models that VAMP is tested with, as their own checkpoints have them."""
+"""Tiny configurations of every family of models that VAMP is tested with, as published ones have them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Family:
     """How to build one family with ``transformers``.
 
     Attributes:
-        prefix: of the classes ``<prefix>Config`` (or ``config``) and ``<prefix>ForCausalLM``.
+        prefix: of the classes ``<prefix>Config`` and ``<prefix>ForCausalLM``.
         fields: keyword arguments of the configuration besides the common ones.
         hybrid: three linear-attention layers and one of full attention, again and again.
-        config_class: where it is not called after ``prefix``.
+        beside_text: of a model that also sees, ``<prefix>ForConditionalGeneration``: what its configuration
+            has beside that of the text model.
         written: fields of ``config.json`` that ``transformers`` renames or leaves out.
         fused: whether the checkpoint has one tensor for all experts of a layer, not one for each.
     """
@@ -26,13 +27,23 @@ class Family:
     prefix: str
     fields: Callable[[TinyShape], dict[str, Any]]
     hybrid: bool = False
-    config_class: str = ""
+    beside_text: Callable[[TinyShape], dict[str, Any]] | None = None
     written: Mapping[str, Any] = field(default_factory=dict)
     fused: bool = False
+
+    @property
+    def model_class(self) -> str:
+        """Name in ``transformers``, and of vLLM's own class."""
+        return f"{self.prefix}For{'CausalLM' if self.beside_text is None else 'ConditionalGeneration'}"
 
 
 def config_fields(family: Family, shape: TinyShape) -> dict[str, Any]:
     """Keyword arguments of the family's configuration class."""
+    text = _text_fields(family, shape)
+    return text if family.beside_text is None else {"text_config": text, **family.beside_text(shape)}
+
+
+def _text_fields(family: Family, shape: TinyShape) -> dict[str, Any]:
     heads = max(shape.hidden // 64, 2)
     return {
         "vocab_size": shape.vocab,
@@ -71,7 +82,18 @@ def _qwen3_next(shape: TinyShape) -> dict[str, Any]:
 
 def _qwen3_5(shape: TinyShape) -> dict[str, Any]:
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(shape.layers)]
-    return {**_linear_attention(shape), "layer_types": kinds}
+    return {**_linear_attention(shape), "layer_types": kinds, "dtype": "bfloat16"}
+
+
+def _eyes(shape: TinyShape) -> dict[str, Any]:
+    """The smallest vision tower, which a server of text alone does not build."""
+    vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {
+        "vision_config": {**vision, "out_hidden_size": shape.hidden},
+        "tie_word_embeddings": False,
+        **{name: shape.vocab - 1 - index for index, name in enumerate(tokens)},
+    }
 
 
 def _qwen(shape: TinyShape) -> dict[str, Any]:
@@ -84,9 +106,8 @@ def _qwen2_moe(shape: TinyShape) -> dict[str, Any]:
 
 
 def _qwen3_moe(shape: TinyShape) -> dict[str, Any]:
-    """The first layer is dense, by its list."""
-    dense = {"intermediate_size": shape.hidden, "mlp_only_layers": [0], "decoder_sparse_step": 1}
-    return {**_qwen(shape), **dense, "head_dim": 64, "norm_topk_prob": True}
+    fields = {"intermediate_size": shape.hidden, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    return {**_qwen(shape), **fields, "head_dim": 64, "norm_topk_prob": True}
 
 
 def _no_dense_layers(shape: TinyShape) -> dict[str, Any]:
@@ -140,7 +161,9 @@ def _deepseek_v3(shape: TinyShape) -> dict[str, Any]:
 _V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 FAMILIES = {
-    "deepseek-v2": Family("DeepseekV2", _deepseek_v2, written={"scoring_func": "softmax", "moe_layer_freq": 1}),
+    "deepseek-v2": Family(
+        "DeepseekV2", _deepseek_v2, written={"scoring_func": "softmax", "moe_layer_freq": 1}
+    ),
     "deepseek-v3": Family("DeepseekV3", _deepseek_v3, written=_V3_ROUTING),
     "glm4-moe": Family("Glm4Moe", _glm4_moe),
     "glm4-moe-lite": Family(
@@ -149,9 +172,7 @@ FAMILIES = {
     "mixtral": Family("Mixtral", _mixtral),
     "olmoe": Family("Olmoe", _no_dense_layers),
     "qwen2-moe": Family("Qwen2Moe", _qwen2_moe),
-    "qwen3-5-moe": Family(
-        "Qwen3_5Moe", _qwen3_5, hybrid=True, config_class="Qwen3_5MoeTextConfig", fused=True
-    ),
+    "qwen3-5-moe": Family("Qwen3_5Moe", _qwen3_5, hybrid=True, beside_text=_eyes, fused=True),
     "qwen3-moe": Family("Qwen3Moe", _qwen3_moe),
     "qwen3-next": Family("Qwen3Next", _qwen3_next, hybrid=True),
 }

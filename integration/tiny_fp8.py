@@ -1,4 +1,4 @@
-"""Turns a tiny checkpoint's routed experts into fp8 in blocks of 128 by 128, as published checkpoints have them."""
+"""Turns a tiny checkpoint's routed experts into fp8 in blocks of 128 by 128, as published ones have them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def quantize_experts(path: Path, method: str) -> None:
 
 
 def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8_e4m3fn ``[n, k]`` and float32 scales ``[n / 128, k / 128]`` whose product is about ``weight``."""
+    """float8_e4m3fn ``[n, k]`` and float32 scales ``[n / 128, k / 128]``, whose product is about ``weight``.
+
+    Sizes that are not whole blocks end in a smaller one.
+    """
     import torch
 
     rows, columns = (-(-size // BLOCK) for size in weight.shape)

@@ -55,8 +55,8 @@ def write_checkpoint(
         family: one of ``FAMILIES``.
         quantization: ``fp8`` or ``compressed-tensors`` (routed experts in blocks); empty is bf16.
 
-    Raises ``ConfigError`` where ``path`` exists and is not an empty folder, or the family is not known or does
-    not come in this shape.
+    Raises ``ConfigError`` where ``path`` exists and is not an empty folder, or the family is not known or
+    does not come in this shape.
     """
     import torch
     import transformers
@@ -65,18 +65,19 @@ def write_checkpoint(
     kind = _family(family, shape)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"path: {path} exists and is not an empty folder; name a new one")
-    config_class = getattr(transformers, kind.config_class or f"{kind.prefix}Config")
-    config = config_class(**config_fields(kind, shape), dtype="bfloat16")
+    config = getattr(transformers, f"{kind.prefix}Config")(**config_fields(kind, shape), dtype="bfloat16")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{kind.prefix}ForCausalLM")(config)
+        model = getattr(transformers, kind.model_class)(config)
         _spread(model)
     path.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(
         path, safe_serialization=True, save_original_format=not kind.fused
     )
     _complete(path / "config.json", kind, shape)
-    (path / "vamp_tiny.json").write_text(json.dumps({"seed": seed, "family": family, **shape.__dict__}) + "\n")
+    (path / "vamp_tiny.json").write_text(
+        json.dumps({"seed": seed, "family": family, **shape.__dict__}) + "\n"
+    )
     if quantization:
         from vamp_integration.tiny_fp8 import quantize_experts
 

@@ -11,7 +11,7 @@ from vamp_integration.tiny_families import FAMILIES
 from vamp_integration.tiny_model import TinyShape, write_checkpoint
 
 #: A dense layer comes first.
-DENSE_FIRST = {"deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-moe"}
+DENSE_FIRST = {"deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite"}
 
 
 def write_families(root: Path, checkpoints: dict[str, tuple[str, str]], sizes: dict[str, int]) -> Path:
@@ -36,4 +36,7 @@ def check_proof(run: dict[str, Any]) -> None:
     assert run["failed_moves"] == 0 and run["moves"] >= 20 and run["bytes_moved"] > 0
     assert set(run["moves_by_kind"]) == {"offload", "restore"}
     assert run["moved"] == run["still"]
-    assert run["spoilt"] != run["moved"], "wrong bytes would not be noticed"
+    pairs = zip(run["spoilt"], run["moved"], strict=True)
+    assert any(spoilt["tokens"] != moved["tokens"][: len(spoilt["tokens"])] for spoilt, moved in pairs), (
+        "wrong bytes would not be noticed"
+    )
