@@ -1,4 +1,4 @@
-"""Ranks agree over vLLM's CPU process group; a rank that stays silent ends the process."""
+"""Ranks agree over a CPU process group; a rank that stays silent ends the process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ class GroupAgreement:
 
 
 def make_agreement() -> Agreement:
-    """The agreement for this worker's tensor-parallel group."""
+    """The agreement for this worker's tensor-parallel group, over a process group of its own.
+
+    Ranks vote on a thread beside the one that runs steps, and vLLM's group is that one's.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    return GroupAgreement(group.cpu_group) if group.world_size > 1 else SoleRank()
+    if group.world_size == 1:
+        return SoleRank()
+    return GroupAgreement(dist.new_group(group.ranks, backend="gloo", use_local_synchronization=True))

@@ -19,7 +19,7 @@ from vamp_integration.journal import Journal
 from vamp_integration.log import logger
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
-from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
 from vamp_runtime.policy.decide import Action, Decision, Situation, decide
 
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
@@ -33,6 +33,10 @@ class Arbiter:
         tokens_per_block: tokens of one KV block.
         resize: called with the new number of blocks whenever the pool has grown or shrunk.
         max_bubble_s: longest time that one move may hold a step up, in seconds; at least one level moves.
+
+    Attributes:
+        level_held: the level stays as it is, whatever the demand (``configure.hold``).
+        swap_s: seconds that one pair of groups took in the last swap.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class Arbiter:
         self.hash_tokens = pool.hash_block_size
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
         self.holding = False
+        self.level_held = False
         self._wanted_levels = 0
         self._max_bubble_s = max_bubble_s
         self._level_s = max_bubble_s
+        self.swap_s = max_bubble_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
         pool.on_evict = self._evicted
@@ -63,6 +69,9 @@ class Arbiter:
 
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
+        if self.level_held:
+            self.draw(max(0, self.controller.reserve_blocks - self.controller.reserve_target))
+            return
         self._refill()
         if self._wanted_levels and self.pool.cordon_limit is None:
             # How long a level takes is known from the last move; before that one moves at a time.
@@ -96,8 +105,11 @@ class Arbiter:
             return
         outcome = report.outcome
         move = self.controller.settle(outcome)
-        self.last_move_at = time.monotonic()
         self.journal.moved(self.controller, move, outcome)
+        if move.kind is MoveKind.SWAP:
+            self._swapped(move, outcome)
+            return
+        self.last_move_at = time.monotonic()
         if not outcome.ok:
             logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
             self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
@@ -113,6 +125,15 @@ class Arbiter:
                 outcome.seconds * 1e3,
             )
 
+    def _swapped(self, move: Move, outcome: Outcome) -> None:
+        """A swap changes no capacity, and one that was refused is no reason to put other moves off."""
+        if outcome.ok:
+            self.swap_s = outcome.seconds / len(move.swaps)
+            what = f"exchanged, {outcome.bytes_moved / 2**20:.1f} MiB in {outcome.seconds * 1e3:.1f} ms"
+        else:
+            what = f"not exchanged ({outcome.reason})"
+        logger.info("VAMP: %d pairs of expert groups %s", len(move.swaps), what)
+
     def draw(self, blocks: int) -> int:
         """Put up to ``blocks`` reserve blocks into the pool; the number put."""
         ids = self.controller.draw(blocks)
@@ -121,6 +142,10 @@ class Arbiter:
             self.resize(self.pool.num_gpu_blocks)
             self.journal.capacity(self.controller)
         return len(ids)
+
+    def hold_level(self) -> None:
+        """Ask for no more levels, and forget those that were still to be asked for."""
+        self.level_held, self._wanted_levels = True, 0
 
     def want(self, levels: int) -> None:
         """Ask for up to ``levels`` more levels, now or as soon as the move under way has settled."""
@@ -145,6 +170,8 @@ class Arbiter:
             ``need``, after growing the pool if that was the decision; or more than the pool has, which vLLM
             takes as "not this step".
         """
+        if self.level_held:
+            return need
         if need > self.pool.num_gpu_blocks:
             # The hybrid manager's word for "not in this step"; nothing is short.
             self.journal.not_this_step += 1

@@ -16,17 +16,20 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.memory.boundary import Outcome
+from vamp_runtime.policy.reselect import Candidate
 
 ATTRIBUTE = "vamp"
 
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's news: its capacity with the first step, a move's outcome with the step that carried it."""
+    """A rank's news: its capacity with the first step, a move's outcome with the step that carried it, and
+    swaps that its counters speak for, from time to time."""
 
     capacity: Capacity | None = None
     outcome: Outcome | None = None
     home_bytes_copied: int = 0
+    swaps: tuple[Candidate, ...] | None = None
 
 
 def put_command(output: SchedulerOutput, command: StepCommand | None) -> None:

@@ -17,6 +17,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vamp_integration.moe_kernel import SlotKernel
+from vamp_integration.staged_experts import StagedExperts
 
 
 class ExpertRouting:
@@ -35,10 +36,16 @@ class ExpertRouting:
             padding = torch.full_like(records[:1], -1)
             self._records = torch.cat([padding, records]).int()
 
-    def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Count ``topk_ids`` ``[tokens, top_k]`` and return record ids; -1 (padding) stays -1."""
+    def __call__(self, topk_ids: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """Count ``topk_ids`` ``[tokens, top_k]`` and return record ids; -1 (padding) stays -1.
+
+        With ``slots`` ``[experts]`` they are those of the slots that experts are to be read from instead.
+        """
         places = (topk_ids + 1).reshape(-1)
         self.hits.index_add_(0, places, self._one.expand(places.shape[0]))
+        if slots is not None:
+            chosen = slots.index_select(0, topk_ids.clamp(min=0).reshape(-1)).view_as(topk_ids)
+            return torch.where(topk_ids < 0, topk_ids, chosen.to(topk_ids.dtype))
         if self._records is None:
             return topk_ids
         return self._records.index_select(0, places).to(topk_ids.dtype).view_as(topk_ids)
@@ -48,14 +55,18 @@ class VampRoutedExperts(RoutedExperts):
     """``RoutedExperts`` whose weights lie in a slab. Until they do, it is vLLM's own."""
 
     routing: ExpertRouting | None = None
+    staged: StagedExperts | None = None
     slot_kernel: SlotKernel | None = None
 
     def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self.slot_kernel is not None:
             return self.slot_kernel(x, topk_weights, topk_ids)
-        if self.routing is not None:
-            topk_ids = self.routing(topk_ids)
-        return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
+        if self.routing is None:
+            return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
+        if self.staged is None or not self.staged.wanted(x):
+            return super().forward_modular(x, topk_weights, self.routing(topk_ids), *args, **kwargs)
+        slots = self.routing(topk_ids, self.staged.slots)
+        return self.staged.forward(self, x, topk_weights, slots, *args, **kwargs)
 
 
 @contextmanager

@@ -18,9 +18,11 @@ class HitCounts:
         self._copy = torch.empty(0, dtype=hits.dtype)
 
     def poll(self) -> list[list[int]] | None:
-        """Counts as of the call before this one, or None where they have not arrived; asks for new ones.
+        """Counts as of the call before this one, or None at the first; asks for new ones.
 
-        On a CPU they are those of now.
+        Many steps lie between two calls, so that waiting for a copy costs nothing; passing over one that has
+        not arrived would let tensor-parallel ranks order their groups by different counts. On a CPU the
+        counts are those of now.
         """
         if self.hits.device.type == "cpu":
             rows: list[list[int]] = self.hits.tolist()
@@ -29,9 +31,8 @@ class HitCounts:
         if self._arrived is None:
             self._copy = torch.empty(self.hits.shape, dtype=self.hits.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        elif not self._arrived.query():  # type: ignore[no-untyped-call]
-            return None
         else:
+            self._arrived.synchronize()
             rows_then = self._copy.tolist()
         self._copy.copy_(self.hits, non_blocking=True)
         self._arrived.record()

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import Any
 
 from vamp_runtime.controller import CapacityController
-from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
+from vamp_runtime.memory.boundary import Move, Outcome
 from vamp_runtime.policy.decide import Decision
 
 KEPT = 20_000
@@ -57,7 +57,7 @@ class Journal:
 
     def moved(self, controller: CapacityController, move: Move, outcome: Outcome) -> None:
         if outcome.ok:
-            self.moves["offload" if move.kind is MoveKind.OFFLOAD else "restore"] += 1
+            self.moves[move.kind.value] += 1
         else:
             self.failed_moves += 1
         self.bytes_moved += outcome.bytes_moved

@@ -50,7 +50,7 @@ class VampLoader(BaseModelLoader):
         self._settings = chosen
         with use_vamp_experts():
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        model.vamp_memory = place(model, chosen)  # type: ignore[assignment]
+        model.vamp_memory = place(model, chosen, vllm_config)  # type: ignore[assignment]
         return model
 
 

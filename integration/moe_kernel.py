@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vamp_integration.staging import Staging
 from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
 from vamp_kernels.fused_moe import fused_moe
 from vamp_kernels.workspace import Workspace
@@ -32,14 +33,28 @@ class SlotTables:
         self._slab = slab
         self.slots = torch.empty(shape, dtype=torch.int32, device=device)
         self.hosted = torch.empty(shape, dtype=torch.bool, device=device)
+        on_gpu = device.type == "cuda"
+        self._pinned = [
+            torch.empty_like(t, device="cpu", pin_memory=on_gpu) for t in (self.slots, self.hosted)
+        ]
+        self._copied = torch.cuda.Event() if on_gpu else None
         self.update()
 
     def update(self) -> None:
-        """Take over the slab's table, for what is queued on the current stream from now on."""
-        slots = torch.tensor(self._slab.slot_table, dtype=torch.int32)
-        self.slots.copy_(slots)
+        """Take over the slab's table, for what is queued on the current stream from now on.
+
+        Waits for no kernel, only for the copies that the update before has queued.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        slots, hosted = self._pinned
+        slots.copy_(torch.tensor(self._slab.slot_table, dtype=torch.int32))
         # The reads through home aliases are those of redirected groups; own records are in HBM.
-        self.hosted.copy_(slots >= self._slab.geometry.home_slot_base)
+        torch.ge(slots, self._slab.geometry.home_slot_base, out=hosted)
+        self.slots.copy_(slots, non_blocking=True)
+        self.hosted.copy_(hosted, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class SlotKernel:
         workspace: shared by all layers, which run one after the other.
         dtype: of the activations.
         w13_scale, w2_scale: of fp8 weights in blocks of 128 by 128, by expert; else ``None``.
+        staging, layer: what stages host-backed experts, and the index of this layer in it.
     """
 
     w13: torch.Tensor
@@ -67,22 +83,45 @@ class SlotKernel:
     dtype: torch.dtype
     w13_scale: torch.Tensor | None = None
     w2_scale: torch.Tensor | None = None
+    staging: Staging | None = None
+    layer: int = 0
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden]``, the dtype of ``x``; see ``vamp_kernels.fused_moe``."""
+        router, staging = (x, topk_weights, topk_ids), self.staging
+        if staging is None:
+            return self._run(*router, self.slots, self.hosted, None)
+        if not staging.wanted(x.shape[0]):
+            return self._run(*router, self.slots, self.hosted, staging.fill(x.shape[0]))
+        with staging.ahead(self.layer):
+            slots, hosted = staging.slots[self.layer], staging.hosted[self.layer]
+            return self._run(*router, slots, hosted, None, after_wait=True)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        slots: torch.Tensor,
+        hosted: torch.Tensor,
+        free: torch.Tensor | None,
+        after_wait: bool = False,
+    ) -> torch.Tensor:
         return fused_moe(
             x,
             self.w13,
             self.w2,
             topk_weights,
             topk_ids,
-            self.slots,
+            slots,
             self.weight_on_input,
             self.w13_scale,
             self.w2_scale,
             hits=self.hits,
-            host_experts=self.hosted,
+            host_experts=hosted,
+            staging_slots=free,
             workspace=self.workspace,
+            after_wait=after_wait,
         )
 
     def warm_up(self, max_tokens: int, top_k: int) -> None:

@@ -9,9 +9,11 @@ one by one: a layer's worth of memory is used twice meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +25,14 @@ from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
 from vamp_integration.plan import granularity, slab_geometry
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
+from vamp_integration.staged_experts import StagedExperts, unstageable
+from vamp_integration.staging import Staging, staging_costs
 from vamp_integration.supported import check_kernel, routed_experts
 from vamp_kernels.workspace import Workspace
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.driver import MemoryDriver, Tier
+from vamp_runtime.memory.geometry import STAGING_BUFFERS, SlabGeometry
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import PageLedger
 from vamp_runtime.memory.slab import ExpertSlab
@@ -43,6 +48,7 @@ class ExpertMemory:
     Attributes:
         hits: int64 ``[layers, experts]``, tokens routed to each expert since start.
         tables: the slot tables on the device, where VAMP's kernel reads them; vLLM's know none.
+        staging: what brings experts to staging slots, where there are any.
     """
 
     driver: MemoryDriver
@@ -50,12 +56,19 @@ class ExpertMemory:
     slab: ExpertSlab
     hits: torch.Tensor
     tables: SlotTables | None = None
+    staging: Staging | None = None
+
+    def update_tables(self) -> None:
+        """Let the kernels follow the slab's slot table, for what is queued from now on."""
+        for follower in (self.tables, self.staging):
+            if follower is not None:
+                follower.update()
 
 
-def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
+def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory:
     """Put every routed expert of ``model`` behind slab addresses.
 
-    Raises ``ConfigError`` where the model or its experts cannot be placed.
+    ``config`` is the engine's. Raises ``ConfigError`` where the model or its experts cannot be placed.
     """
     layers = routed_experts(model)
     _check(layers, settings)
@@ -64,7 +77,7 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
     experts = first.local_num_experts
     sizes = tuple(getattr(first, part)[0].nbytes for part in PARTS)
     part_bytes = sizes if device.type == "cpu" else (sum(sizes),)
-    geometry = slab_geometry(settings, len(layers), experts, part_bytes, device.type)
+    geometry = _geometry(settings, layers, part_bytes, device)
     order = read_order(settings.record_order, len(layers), experts)
     driver = _driver(settings, device)
     ledger = PageLedger(geometry.page_bytes)
@@ -84,27 +97,60 @@ def place(model: nn.Module, settings: VampSettings) -> ExpertMemory:
             # stream of its own, which waits for none of torch's.
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
-    hits, tables = counters[:, 1:], None
+    hits, tables, staging = counters[:, 1:], None, None
+    if geometry.staging_records:
+        staging = _staging(slab, driver, layers, settings, config)
     if settings.moe_kernel == "vamp":
         # Rows of their own, aligned alike: Triton compiles a kernel anew for pointers that are not.
         hits = torch.zeros_like(hits, memory_format=torch.contiguous_format)
-        tables = _own_kernel(slab, layers, hits)
-    memory = ExpertMemory(driver, ledger, slab, hits, tables)
+        tables = _own_kernel(slab, layers, hits, staging)
+    memory = ExpertMemory(driver, ledger, slab, hits, tables, staging)
     if device.type == "cpu":
         slab.seal()  # reads every byte; on a GPU that would take longer than loading them
-    slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group * sum(part_bytes))
+    slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     logger.info(
         "VAMP: %d layers x %d experts of %d KiB, group %d, page %d KiB, %d levels of %d KiB, homes %d MiB",
         geometry.layers,
         geometry.experts,
-        sum(part_bytes) // 1024,
+        geometry.expert_bytes // 1024,
         geometry.group,
         geometry.page_bytes // 1024,
         geometry.max_level,
         geometry.pages_per_level * geometry.page_bytes // 1024,
-        geometry.max_level * geometry.pages_per_level * geometry.page_bytes >> 20,
+        geometry.home_slots * geometry.pages_per_level * geometry.page_bytes >> 20,
+    )
+    if geometry.padding_bytes:
+        logger.info(
+            "VAMP: %d KiB of each are padding to whole pages, %d MiB of HBM from the KV budget",
+            geometry.padding_bytes // 1024,
+            geometry.layers * geometry.experts * geometry.padding_bytes >> 20,
+        )
+    logger.info(
+        "VAMP: staging %s, %d MiB of HBM from the KV budget: %d experts of a layer twice",
+        staging.mode if staging is not None else "off",
+        geometry.staging_records * geometry.expert_bytes >> 20,
+        geometry.staging_records // STAGING_BUFFERS,
     )
     return memory
+
+
+def _geometry(
+    settings: VampSettings,
+    layers: Sequence[VampRoutedExperts],
+    part_bytes: tuple[int, ...],
+    device: torch.device,
+) -> SlabGeometry:
+    """The slab, without staging where the kernel could not read from it."""
+    first, sizes = layers[0], (len(layers), layers[0].local_num_experts, part_bytes, device.type)
+    geometry = slab_geometry(settings, *sizes)
+    if settings.moe_kernel == "vamp" or not geometry.staging_records:
+        return geometry
+    reason = unstageable(first, geometry.own_slots, geometry.staging_records)
+    if reason and settings.staging == "region":
+        raise ConfigError(
+            f"staging: region cannot serve {first.layer_name} on vLLM's kernel: {reason}; use auto"
+        )
+    return slab_geometry(dataclasses.replace(settings, staging="off"), *sizes) if reason else geometry
 
 
 def _views(slab: ExpertSlab, index: int, layer: VampRoutedExperts, slots: int) -> list[torch.Tensor]:
@@ -145,12 +191,38 @@ def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None)
             parameter.data[records] = parameter.data.clone()
 
 
-def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: torch.Tensor) -> SlotTables:
+def _staging(
+    slab: ExpertSlab,
+    driver: MemoryDriver,
+    layers: Sequence[VampRoutedExperts],
+    settings: VampSettings,
+    config: Any,
+) -> Staging:
+    """Staging over the slab; vLLM's kernel is given what a staged step needs."""
+    first, by_record = layers[0], settings.moe_kernel == "vllm"
+    text_config = config.model_config.hf_text_config
+    costs = staging_costs(settings, text_config, first, slab.geometry.expert_bytes)
+    max_tokens = config.scheduler_config.max_num_batched_tokens
+    device: torch.device = first.w13_weight.device  # type: ignore[assignment]
+    staging = Staging(slab, driver, device, settings.staging, costs, max_tokens, by_record)
+    if by_record:
+        for index, layer in enumerate(layers):
+            views = _views(slab, index, layer, slab.geometry.home_slot_base)
+            layer.staged = StagedExperts(staging, index, *views)
+    return staging
+
+
+def _own_kernel(
+    slab: ExpertSlab,
+    layers: Sequence[VampRoutedExperts],
+    hits: torch.Tensor,
+    staging: Staging | None = None,
+) -> SlotTables:
     """Give every layer VAMP's kernel; the slot tables that it reads."""
     tables, workspace = SlotTables(slab, hits.device), Workspace(hits.device)
     for index, layer in enumerate(layers):
         w13, w2 = _views(slab, index, layer, slab.geometry.slots)
-        scales = [_scale(layer, name) for name in PARTS]
+        w13_scale, w2_scale = (_scale(layer, name) for name in PARTS)
         layer.slot_kernel = SlotKernel(
             w13,
             w2,
@@ -160,7 +232,10 @@ def _own_kernel(slab: ExpertSlab, layers: Sequence[VampRoutedExperts], hits: tor
             bool(layer.apply_router_weight_on_input),
             workspace,
             layer.moe_config.in_dtype,
-            *scales,
+            w13_scale,
+            w2_scale,
+            staging,
+            index,
         )
     return tables
 

@@ -16,7 +16,7 @@ from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_profiles import HardwareProfile, load_hardware
 from vamp_runtime.errors import ConfigError
-from vamp_runtime.memory.geometry import MAX_GROUP_BYTES, SlabGeometry
+from vamp_runtime.memory.geometry import MAX_GROUP_BYTES, STAGING_BUFFERS, SlabGeometry
 
 BF16_BYTES, FP8_BYTES = 2, 1
 # vLLM's CPU kernel pads the intermediate size of a shard to this.
@@ -43,12 +43,23 @@ def granularity(settings: VampSettings, device: str) -> int:
 def slab_geometry(
     settings: VampSettings, layers: int, experts: int, part_bytes: tuple[int, ...], device: str
 ) -> SlabGeometry:
-    """The slab for these sizes. Raises ``ConfigError`` naming the setting where no group is whole pages."""
+    """The slab for these sizes.
+
+    Raises ``ConfigError`` naming the setting where no group is whole pages, or staging holds too few experts.
+    """
     try:
-        return SlabGeometry.plan(
-            layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio
-        )
+        sizes = (layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio)
+        # At the highest level, the group that is to leave next needs a home too.
+        spare_homes = int(settings.reselect_mib_per_s > 0)
+        # Views of a record may end short of the next; the CPU engine's parts are dense.
+        pad = device != "cpu"
+        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes, pad=pad)
+        if device == "cpu":
+            return geometry
+        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes, pad)
     except ConfigError as error:
+        if str(error).startswith("staging_mib"):
+            raise
         common = gcd(*part_bytes)
         fit = (common & -common) // 1024
         if sum(part_bytes) > MAX_GROUP_BYTES or fit < 4:
@@ -57,6 +68,35 @@ def slab_geometry(
             f"granule_kib: {granularity(settings, device) / 1024:g}: no group of up to 8 experts is whole "
             f"pages (an expert is {' + '.join(str(part) for part in part_bytes)} bytes); try {fit}"
         ) from error
+
+
+def staging_records(settings: VampSettings, geometry: SlabGeometry) -> int:
+    """Records of two buffers, each of at most the experts that may be out of a layer."""
+    if settings.staging == "off":
+        return 0
+    twice = STAGING_BUFFERS * geometry.group_bytes
+    groups = min((settings.staging_mib << 20) // twice, geometry.max_level)
+    if settings.staging == "region" and groups < geometry.max_level:
+        raise ConfigError(
+            f"staging_mib: {settings.staging_mib} holds {groups * geometry.group} experts twice, but "
+            f"staging=region copies up to {geometry.max_level * geometry.group}; use "
+            f"{-(-geometry.max_level * twice >> 20)}, or a lower max_offload_ratio"
+        )
+    return STAGING_BUFFERS * groups * geometry.group
+
+
+def staging_share(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int) -> int:
+    """Bytes of the KV budget ``kv_bytes`` that go to staging, and to padding of the slab.
+
+    Raises ``ConfigError`` where they would be more than half of it.
+    """
+    extra = geometry.extra_hbm_bytes
+    if 2 * extra > kv_bytes:
+        raise ConfigError(
+            f"staging_mib: {settings.staging_mib} takes {extra} of the {kv_bytes} bytes of "
+            f"kv_cache_memory_bytes; use {kv_bytes >> 21}, or a larger KV cache"
+        )
+    return extra
 
 
 def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int) -> int:
@@ -99,6 +139,10 @@ def check_plan(
     engine_costs(settings, config, device == "cpu")
     if device == "cpu" and settings.moe_kernel != "vllm":
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
+    if device == "cpu" and settings.staging == "region":
+        raise ConfigError("staging: region needs a GPU; use auto")
+    if device == "cpu" and settings.nvtx:
+        raise ConfigError("nvtx: true needs a GPU; use false")
     read_order(settings.record_order, None, expert_count(config))
     granularity(settings, device)
     shape = moe_shape(config)
@@ -112,4 +156,4 @@ def check_plan(
         part_bytes = (2 * shard * shape.hidden * BF16_BYTES, shard * shape.hidden * BF16_BYTES)
     geometry = slab_geometry(settings, shape.moe_layers, shape.experts, part_bytes, device)
     if kv_bytes is not None:
-        reserve_pages(settings, geometry, kv_bytes)
+        reserve_pages(settings, geometry, kv_bytes - staging_share(settings, geometry, kv_bytes))

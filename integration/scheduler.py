@@ -1,7 +1,8 @@
 """Hook: the scheduler owns the decision and the numbering of moves.
 
 What: commands leave with ``SchedulerOutput``, reports come back with ``ModelRunnerOutput``; levels are taken
-back when the pressure has gone; a request may be held for a step instead of being preempted.
+back when the pressure has gone, and groups exchanged when others have become colder; a request may be held
+for a step instead of being preempted.
 Why: only ``schedule()`` knows demand, and only its output reaches every rank in order. How: ``scheduler_cls``
 (``vllm/v1/core/sched/scheduler.py``). Exists as a mixin because the asynchronous scheduler is another class.
 """
@@ -23,7 +24,11 @@ from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
 from vamp_integration.pool import VampBlockPool
+from vamp_integration.reselect import Reselector
 from vamp_integration.shrink import Shrinker
+
+# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
+BESIDE_STEPS_S = 0.25
 
 
 class VampSchedulerMixin:
@@ -32,6 +37,7 @@ class VampSchedulerMixin:
     kv_cache_manager: KVCacheManager
     arbiter: Arbiter
     shrinker: Shrinker
+    reselector: Reselector
     left_waiting: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,14 +47,16 @@ class VampSchedulerMixin:
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
-        bubble_s = chosen.max_bubble_ms / 1e3
+        bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
+        self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s, bubble_s)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()
         self.shrinker.begin_step(self.left_waiting)
+        self.reselector.begin_step()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
         self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
@@ -59,11 +67,14 @@ class VampSchedulerMixin:
         report = get_report(model_runner_output)
         if report is not None:
             self.arbiter.settle(report)
+            if report.swaps is not None:
+                self.reselector.offer(report.swaps)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
-        """Keeps the engine stepping while a command or a finished cordon waits to travel."""
-        busy = self.arbiter.controller.has_command or self.arbiter.pool.cordoned_free
+        """Keeps the engine stepping while a command, a move's outcome or a finished cordon is to travel."""
+        controller = self.arbiter.controller
+        busy = controller.has_command or controller.moving or self.arbiter.pool.cordoned_free
         return busy or super().has_requests()  # type: ignore[misc]
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:

@@ -16,6 +16,7 @@ from vamp_runtime.errors import ConfigError
 KEY = "vamp"
 LOAD_FORMAT = "vamp"
 MOE_KERNELS = ("vllm", "vamp")
+STAGING_MODES = ("auto", "off", "region")
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,20 @@ class VampSettings:
         reserve_levels: levels of KV memory kept mapped but out of the block pool, taken from the KV budget.
         host_gib: most host memory for home pages, in GiB; 0 means no limit of VAMP's own.
         home_refresh_mib: most bytes copied to home pages per step, in MiB.
+        reselect_mib_per_s: most expert groups, in MiB a second, that come back to HBM in the place of colder
+            ones while the level stays; 0 leaves the groups that are out as they are.
         record_order: path of a routing profile (JSON, a permutation per layer); empty means by index.
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
         moe_kernel: ``vllm`` leaves vLLM's kernel, which reads an expert at its own address; ``vamp``, on a
             GPU, is VAMP's own.
+        staging: on a GPU, whether host-backed experts are brought to HBM for the step that reads them:
+            ``auto`` by the step's tokens, ``region`` all of them before every layer, ``off`` never.
+        staging_mib: most HBM for that, in MiB, taken from the KV budget. Half of it serves a layer: experts
+            beyond are read in place. The default holds 8 % of Qwen3-Next's experts in bf16 twice; more than
+            the largest level is not taken.
+        nvtx: name the phases of a step and the launches of a layer for a profiler.
         exercise_steps: diagnostic: move a level every so many steps, whatever the policy says; 0 is off.
     """
 
@@ -48,11 +57,15 @@ class VampSettings:
     reserve_levels: int = 1
     host_gib: float = 0.0
     home_refresh_mib: int = 64
+    reselect_mib_per_s: float = 0.0
     record_order: str = ""
     restore: bool = True
     max_bubble_ms: float = 30.0
     max_cordon_s: float = 30.0
     moe_kernel: str = "vllm"
+    staging: str = "auto"
+    staging_mib: int = 512
+    nvtx: bool = False
     exercise_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -60,7 +73,12 @@ class VampSettings:
             raise ConfigError(f"max_offload_ratio: {self.max_offload_ratio} is outside 0..1; try 0.25")
         if self.granule_kib < 0 or self.granule_kib % 4:
             raise ConfigError(f"granule_kib: {self.granule_kib} is not a multiple of 4 KiB pages; try 64")
-        for name, least in (("reserve_levels", 0), ("exercise_steps", 0), ("home_refresh_mib", 1)):
+        for name, least in (
+            ("reserve_levels", 0),
+            ("exercise_steps", 0),
+            ("home_refresh_mib", 1),
+            ("staging_mib", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below {least}; try {max(least, 1)}")
         for name in ("max_bubble_ms", "max_cordon_s"):
@@ -68,8 +86,12 @@ class VampSettings:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
         if self.moe_kernel not in MOE_KERNELS:
             raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'vllm'")
-        if not 0 <= self.host_gib < math.inf:
-            raise ConfigError(f"host_gib: {self.host_gib} is not finite and 0 or more; try 0 (no limit)")
+        if self.staging not in STAGING_MODES:
+            raise ConfigError(f"staging: {self.staging!r} is none of {STAGING_MODES}; try 'auto'")
+        for name, meaning in (("host_gib", "no limit"), ("reselect_mib_per_s", "off")):
+            if not 0 <= getattr(self, name) < math.inf:
+                value = getattr(self, name)
+                raise ConfigError(f"{name}: {value} is not finite and 0 or more; try 0 ({meaning})")
 
 
 def parse(values: Mapping[str, Any]) -> VampSettings:

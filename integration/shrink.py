@@ -34,7 +34,7 @@ class Shrinker:
             self._carry_on()
         elif self.settings.exercise_steps:
             self._exercise()
-        elif self.settings.restore:
+        elif self.settings.restore and not self.arbiter.level_held:
             self._look(waiting)
 
     def restore(self, levels: int) -> bool:

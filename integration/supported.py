@@ -131,8 +131,9 @@ def check_layers(model: nn.Module, settings: VampSettings) -> None:
     _check_one_shape(layers, name)
     first = layers[0]
     if not on_cpu:  # where vLLM pads them first
-        sizes = first.w13_weight[0].nbytes + first.w2_weight[0].nbytes
-        slab_geometry(settings, len(layers), first.local_num_experts, (sizes,), "cuda")
+        w13, w2 = first.w13_weight.data[0], first.w2_weight.data[0]
+        part_bytes = (w13.nbytes + w2.nbytes,)
+        slab_geometry(settings, len(layers), first.local_num_experts, part_bytes, "cuda")
     if name not in TESTED:
         logger.warning("VAMP: %s has the experts that VAMP needs, but no test of VAMP runs it", name)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from vamp_integration.commands import Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
+from vamp_kernels import ranges
+from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.mover import Mover
+from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
+from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first
 
 EXIT_STATE_LOST = 70
 
@@ -41,24 +47,34 @@ class VampWorkerMixin:
 
     _memory: ExpertMemory
     _boundary: Boundary
+    _mover: Mover
     _hit_counts: HitCounts
+    _use: DecayedUse
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
+    _claim: int | None = None
+    _homes_due: bool = False
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self._settings().nvtx:
+            ranges.install(torch.cuda.nvtx.range)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         memory = getattr(self.model_runner.get_model(), "vamp_memory", None)  # type: ignore[attr-defined]
         if memory is None:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
+        self._use = decayed_use(memory.slab)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the block pool: vLLM's figure less the reserve, in whole pages."""
+        """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
+        if self.cache_config.kv_cache_memory_bytes:  # type: ignore[attr-defined]
+            # A figure from free memory has what loading took, staging too, taken off already.
+            available -= plan.staging_share(self._settings(), geometry, available)
         self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
         return (available // geometry.page_bytes - self._reserve_pages) * geometry.page_bytes
 
@@ -84,6 +100,13 @@ class VampWorkerMixin:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[attr-defined]
         self._memory.ledger.seal()
         self._boundary = Boundary(slab, region, make_agreement(), driver)
+        self._mover = Mover(
+            self._boundary,
+            self._memory.update_tables,
+            end_process,
+            driver.bind_thread,
+            beside=self._memory.tables is not None,
+        )
         capacity = self._capacity(pages)
         self._capacity_report = Report(capacity=capacity)
         logger.info(
@@ -106,41 +129,76 @@ class VampWorkerMixin:
             return self._kv_buffer
         return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc, no-any-return]
 
+    @ranged("step")
     def execute_model(self, scheduler_output: Any) -> Any:
-        command = get_command(scheduler_output)
-        if command is not None:
-            self._obey(command)
+        self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
         self._steps += 1
         if self._steps % self.home_refresh_steps == 0:
+            self._order_by_use()
+        if self._homes_due and not self._mover.busy:
             self._follow_coldest()
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._answer(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
-    def _obey(self, command: StepCommand) -> None:
+    def vamp_hits(self) -> list[list[int]]:
+        """Tokens routed to each expert, ``[layers][experts]``, since start; for ``collective_rpc``."""
+        hits: list[list[int]] = self._memory.hits.tolist()
+        return hits
+
+    def _obey(self, command: StepCommand | None, idle: bool) -> None:
+        """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
         try:
-            self._boundary.region.claim(command.claimed_blocks)
-            if command.move is not None:
-                self._report = Report(outcome=self._boundary.run(command.move))
-                if self._memory.tables is not None:
-                    self._memory.tables.update()
+            if command is not None:
+                self._claim = command.claimed_blocks
+            self._take_outcome(wait=idle or (command is not None and command.move is not None))
+            if command is not None and command.move is not None:
+                self._mover.start(command.move)
+                self._take_outcome(wait=idle)
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.
             traceback.print_exc()
-            logger.critical("VAMP: a move failed and could not be undone; ending the process")
-            os._exit(EXIT_STATE_LOST)
+            end_process()
+
+    def _take_outcome(self, wait: bool) -> None:
+        outcome = self._mover.finish(wait)
+        if outcome is not None:
+            self._report = replace(self._report or Report(), outcome=outcome)
+        if self._claim is not None and not self._mover.busy:
+            # Bookkeeping of who owns a page; the region is the mover's while a move is under way.
+            self._boundary.region.claim(self._claim)
+            self._claim = None
+
+    def _order_by_use(self) -> None:
+        """Order groups by measured use: in the same step on every rank, also while a move is under way."""
+        slab, counts = self._memory.slab, self._hit_counts.poll()
+        if counts is not None:
+            for layer, use in enumerate(self._use.update(counts)):
+                slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
+            if self._memory.staging is not None:
+                self._memory.staging.learn(counts)
+        self._homes_due = True
 
     def _follow_coldest(self) -> None:
-        """Order groups by measured use and let the home pages follow, at a bounded rate."""
-        slab = self._memory.slab
-        for layer, hits in enumerate(self._hit_counts.poll() or ()):
-            slab.set_coldness(layer, coldest_groups(hits, slab, layer))
+        """Let the home pages follow that order, at a bounded rate, and offer the swaps it speaks for."""
+        slab, self._homes_due = self._memory.slab, False
         try:
             slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
             # Homes without a finished copy stay empty: their groups cannot leave, and nothing is wrong.
             logger.warning("VAMP: copying experts to their home pages failed (%s)", error)
+        if self._settings().reselect_mib_per_s:
+            self._report = replace(self._report or Report(), swaps=self._swaps())
+
+    def _swaps(self) -> tuple[Candidate, ...]:
+        """In every layer, the swap that use speaks for, where there is one."""
+        slab = self._memory.slab
+        found = (
+            best_swap(layer, use, slab.out(layer), slab.ready(layer, slab.geometry.groups))
+            for layer, use in enumerate(self._use.use)
+        )
+        return tuple(candidate for candidate in found if candidate is not None)
 
     def _answer(self, output: Any) -> Any:
         if self._report is None or not isinstance(output, ModelRunnerOutput):
@@ -159,6 +217,7 @@ class VampWorkerMixin:
             experts=geometry.experts,
             group=geometry.group,
             level_bytes=geometry.pages_per_level * geometry.page_bytes,
+            layers=geometry.layers,
         )
 
     def _settings(self) -> settings.VampSettings:
@@ -167,9 +226,17 @@ class VampWorkerMixin:
         return chosen
 
 
-def coldest_groups(hits: list[int], slab: Any, layer: int) -> list[int]:
-    """Movable groups of ``layer``, least used first; ties go to the highest index, as before any count."""
-    use = [0] * slab.geometry.groups
-    for expert, count in enumerate(hits):
-        use[slab.record(layer, expert) // slab.geometry.group] += count
-    return sorted(range(slab.geometry.movable_groups), key=lambda group: (use[group], -group))
+def decayed_use(slab: ExpertSlab) -> DecayedUse:
+    """No use yet of any group of ``slab``."""
+    geometry = slab.geometry
+    group_of = [
+        [slab.record(layer, expert) // geometry.group for expert in range(geometry.experts)]
+        for layer in range(geometry.layers)
+    ]
+    return DecayedUse(group_of, geometry.groups)
+
+
+def end_process() -> None:
+    """End this rank at once: it may not serve another token."""
+    logger.critical("VAMP: a move failed and could not be undone; ending the process")
+    os._exit(EXIT_STATE_LOST)

@@ -12,6 +12,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
+from vamp_integration import graph_bypass
 from vamp_integration.commands import Report, put_report
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.worker import VampWorkerMixin
@@ -42,9 +43,14 @@ class VampGPUWorker(VampWorkerMixin, Worker):
         assert mapped is not None
         virtual, config.num_blocks = config.num_blocks, mapped
         try:
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
         finally:
             config.num_blocks = virtual
+        staging = self._memory.staging
+        manager = self.model_runner.cudagraph_manager  # type: ignore[attr-defined]
+        if staging is not None and manager is not None:
+            graph_bypass.install(manager, lambda: staging.needs_host_code)
+        return times
 
     def _warm_up_own_kernel(self) -> None:
         """All layers have one shape, so one stands for them; must come before the first capture."""
@@ -55,13 +61,13 @@ class VampGPUWorker(VampWorkerMixin, Worker):
                 top_k = layer.moe_config.experts_per_token
                 layer.slot_kernel.warm_up(self.scheduler_config.max_num_batched_tokens, top_k)
 
-    def _obey(self, command: StepCommand) -> None:
-        super()._obey(command)
-        if command.move is not None and command.move.kind is MoveKind.RESTORE:
-            # Rows keep ids beyond their valid length, whose blocks may be gone. The step rewrites the rest.
+    def _obey(self, command: StepCommand | None, idle: bool) -> None:
+        if command is not None and command.move is not None and command.move.kind is MoveKind.RESTORE:
+            # Rows keep ids beyond their valid length, whose blocks will be gone. The step rewrites the rest.
             with torch.inference_mode():
                 for table in self.model_runner.block_tables.input_block_tables:  # type: ignore[attr-defined]
                     table.zero_()
+        super()._obey(command, idle)
 
     def _answer(self, output: Any) -> Any:
         if self._report is not None and isinstance(output, AsyncModelRunnerOutput):

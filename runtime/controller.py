@@ -7,9 +7,10 @@ to ``mapped_blocks`` are the reserve: mapped and zeroed on every rank, ready to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
+from vamp_runtime.memory.move import Move, MoveKind, Outcome, Swap
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,19 @@ class Capacity:
         experts: experts per layer on a rank.
         group: experts per expert group.
         level_bytes: HBM bytes that one level moves on a rank.
+        layers: layers with experts on a rank.
     """
 
     blocks_at: tuple[int, ...]
     experts: int
     group: int
     level_bytes: int
+    layers: int = 1
+
+    @property
+    def group_bytes(self) -> int:
+        """HBM bytes of one group."""
+        return self.level_bytes // self.layers
 
     @property
     def max_level(self) -> int:
@@ -52,10 +60,14 @@ class CapacityController:
 
     Args:
         pool_blocks: blocks in the scheduler's pool at start (without the reserve).
+
+    Attributes:
+        limit: highest level to ask for, where that is less than the ranks could give.
     """
 
     def __init__(self, pool_blocks: int) -> None:
         self.capacity: Capacity | None = None
+        self.limit: int | None = None
         self.level = 0
         self.epoch = 0
         self.pool_blocks = pool_blocks
@@ -76,7 +88,9 @@ class CapacityController:
 
     @property
     def max_level(self) -> int:
-        return self.capacity.max_level if self.capacity else 0
+        if self.capacity is None:
+            return 0
+        return self.capacity.max_level if self.limit is None else min(self.limit, self.capacity.max_level)
 
     @property
     def mapped_blocks(self) -> int:
@@ -134,6 +148,13 @@ class CapacityController:
         self._queue(MoveKind.RESTORE, levels)
         return self.pool_blocks
 
+    def request_swap(self, swaps: Sequence[Swap]) -> int:
+        """Queue an exchange of groups; the number of pairs queued, 0 where no move can be."""
+        if self.moving or not swaps or not self.level:
+            return 0
+        self._queue(MoveKind.SWAP, 0, tuple(swaps))
+        return len(swaps)
+
     def take_command(self) -> StepCommand | None:
         """What the step being built must carry, or ``None``. A taken move is in flight until ``settle``."""
         if not self.has_command:
@@ -141,7 +162,7 @@ class CapacityController:
         move, self._queued = self._queued, None
         if move is not None:
             # The pool may have grown between queueing and this step; the ranks check against what holds now.
-            move = Move(move.epoch, move.kind, move.levels, move.level_before, self.pool_blocks)
+            move = replace(move, claimed_blocks=self.pool_blocks)
             self.in_flight = move
         self._sent_claim = self.pool_blocks
         return StepCommand(self.pool_blocks, move)
@@ -151,15 +172,15 @@ class CapacityController:
         move, self.in_flight = self.in_flight, None
         assert move is not None and outcome.epoch == move.epoch, (move, outcome)
         if outcome.ok:
-            self.level += move.levels if move.kind is MoveKind.OFFLOAD else -move.levels
+            self.level = move.level_after
         assert outcome.level == self.level and outcome.blocks == self.mapped_blocks, (outcome, self.level)
         self.check_integrity()
         return move
 
     def check_integrity(self) -> None:
-        assert 0 <= self.level <= self.max_level
+        assert 0 <= self.level <= (self.capacity.max_level if self.capacity else 0)
         assert self.initial_pool_blocks <= self.pool_blocks <= self.mapped_blocks
 
-    def _queue(self, kind: MoveKind, levels: int) -> None:
+    def _queue(self, kind: MoveKind, levels: int, swaps: tuple[Swap, ...] = ()) -> None:
         self.epoch += 1
-        self._queued = Move(self.epoch, kind, levels, self.level, self.pool_blocks)
+        self._queued = Move(self.epoch, kind, levels, self.level, self.pool_blocks, swaps)

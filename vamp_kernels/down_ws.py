@@ -128,6 +128,7 @@ def _down_ws_kernel(
     max_tiles,
     hidden,
     intermediate,
+    copy_count,
     PARTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -136,13 +137,14 @@ def _down_ws_kernel(
     LOAD_REGISTERS: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr,
     HOST_PROGRAMS: gl.constexpr,
+    COPYING: gl.constexpr,
     STAGED: gl.constexpr,
 ):
     a_ring = gl.allocate_shared_memory(act.dtype, [STAGES * PARTS, ROWS, BLOCK_K], act.layout)
     w_ring = gl.allocate_shared_memory(act.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], w2.layout)
     full, empty = start_barriers(STAGES, PARTS, 1)
     blocks = hidden // BLOCK_N
-    first_item, end_item, step = share(tile_count, blocks, HOST_PROGRAMS, STAGED)
+    first_item, end_item, step = share(tile_count, copy_count, blocks, HOST_PROGRAMS, COPYING, STAGED)
     rings = (a_ring, w_ring, full, empty)
     items = (pairs, tiles, max_tiles, first_item, end_item, step, blocks, intermediate)
     loaded = (rings, items, act, w2)

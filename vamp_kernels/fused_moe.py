@@ -49,6 +49,7 @@ def fused_moe(
     staging_slots: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     launch: MoeLaunch | None = None,
+    after_wait: bool = False,
 ) -> torch.Tensor:
     """``fused_moe_torch`` in Triton, with bf16, fp16 or fp8 products accumulated in float32.
 
@@ -83,10 +84,13 @@ def fused_moe(
         host_experts: ``[E]`` bool, contiguous, the experts whose slot lies in host memory. Its values may
             change between replays of a graph; peer memory counts as this device's.
         staging_slots: ``[C]`` int32, contiguous, slots of ``w13`` and ``w2`` in this device's memory that
-            nothing else reads: scratch, like the workspace. C may be 0. The slots of ``w13`` and ``w2`` must
-            then be contiguous and their addresses, strides and sizes multiples of 16 bytes.
+            nothing else reads: scratch, like the workspace. C may be 0, and the last of them -1, which is no
+            slot: so a captured graph can be given fewer later. The slots of ``w13`` and ``w2`` must then be
+            contiguous and their addresses, strides and sizes multiples of 16 bytes.
         workspace: scratch to reuse between calls in one stream's order.
         launch: what to launch, instead of ``choose_launch``.
+        after_wait: the stream was just made to wait for another, which writes what is read here: no kernel is
+            launched early, as a dependent of the one before the wait.
 
     Returns:
         ``[M, H]``, ``out`` if given.
@@ -118,7 +122,7 @@ def fused_moe(
     launch = _checked_launch(a, launch)
     workspace = workspace or Workspace(hidden_states.device)
     _check_device(hidden_states.device, workspace)
-    up, down, pdl = launch.gate_up, launch.down, launch.dependent_launch
+    up, down, pdl = launch.gate_up, launch.down, launch.dependent_launch and not after_wait
     if isinstance(up, GemvLaunch) and isinstance(down, GemvLaunch):
         _by_pair(a, up, down, pdl, workspace)
     elif not isinstance(up, GemvLaunch) and not isinstance(down, GemvLaunch):

@@ -132,6 +132,7 @@ def _gate_up_ws_kernel(
     max_tiles,
     hidden,
     intermediate,
+    copy_count,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -141,6 +142,7 @@ def _gate_up_ws_kernel(
     LOAD_REGISTERS: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr,
     HOST_PROGRAMS: gl.constexpr,
+    COPYING: gl.constexpr,
     STAGED: gl.constexpr,
 ):
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], x.dtype.element_ty)
@@ -148,7 +150,7 @@ def _gate_up_ws_kernel(
     w_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, 1, 2, BLOCK_N, BLOCK_K], w13.layout)
     full, empty = start_barriers(STAGES, PARTS, 32 * LOAD_WARPS + 1)  # every thread's copies, and the engine
     blocks = intermediate // BLOCK_N
-    first_item, end_item, step = share(tile_count, blocks, HOST_PROGRAMS, STAGED)
+    first_item, end_item, step = share(tile_count, copy_count, blocks, HOST_PROGRAMS, COPYING, STAGED)
     rings = (a_ring, w_ring, full, empty)
     items = (pairs, tiles, max_tiles, first_item, end_item, step, blocks, hidden)
     loaded = (rings, items, x, x_stride, w13, TOP_K)

@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale in fp8
 GEMV_TOKENS = 8
 PART_ROWS = 64  # that a group of warps multiplies where warps specialise
-DEPENDENT_LAUNCH_TOKENS = 64
+DEPENDENT_LAUNCH_TOKENS = 512
 # A link of 55 GB/s with 2 us for a read wants 110 KB under way; several times that also covers the programs
 # that are between two tiles.
 HOST_BYTES_IN_FLIGHT, MAX_HOST_PROGRAMS = 384 << 10, 32
@@ -140,7 +140,7 @@ class GatherLaunch:
             but one step of them. Long steps in registers fill the link from fewer processors.
     """
 
-    programs: int = 2
+    programs: int = 4
     block_bytes: int = 65536
     num_warps: int = 16
     num_stages: int = 1
@@ -195,8 +195,7 @@ def choose_launch(
 
     What decides is the mean number of rows of an expert that is hit, under uniform routing: below about 100
     the time is that of reading each expert once, so a tile should hold all rows of most experts and no more.
-    A kernel starts before the one ahead of it ends only while launch gaps show: later its programs would take
-    room from the ones that still work. Measured on an H200.
+    A kernel starts before the one ahead of it ends only while launch gaps show. Measured on an H200.
 
     In fp8 a step of the GEMMs is one block of scales, and so are the columns of a
     program of the gate-up GEMM, which quantises what it writes.
@@ -344,7 +343,7 @@ def _specialised(plain: MoeLaunch, rows: float, hidden: int, intermediate: int) 
         return MoeLaunch(SpecialisedLaunch(192, 64, 5), SpecialisedLaunch(192, 128, 5))
     if rows <= 52 or hidden % 256 or intermediate % 128 or intermediate > 1024:
         return plain
-    low = replace(plain, gate_up=SpecialisedLaunch(128, 128, 4))
+    low = replace(plain, gate_up=SpecialisedLaunch(128, 128, 4), dependent_launch=False)
     if intermediate <= 128:
         return low
     return replace(low, down=SpecialisedLaunch(128, *((128, 5) if intermediate <= 256 else (256, 4))))

@@ -1,8 +1,10 @@
 """Named ranges around launches, for a profiler: nothing until a tool installs its own.
 
-The names are ``layer`` and, inside it, ``quantize`` (of the tokens, for fp8), ``route``, ``copy``, ``up``,
+Here they are ``layer`` and, inside it, ``quantize`` (of the tokens, for fp8), ``route``, ``copy``, ``up``,
 ``down`` and ``combine``. With few tokens ``up`` and ``down`` do the rest as well. Ranges surround launches,
-not kernels: a graph's replays have none.
+not kernels: a graph's replays have none. Users of the kernels have others for what they do around them:
+``step``, ``move`` with ``redirect``, ``prepare``, ``agree``, ``publish`` and ``abandon`` inside it,
+``home refresh``, and ``staging``, the copies ahead of a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NAMES = ("layer", "quantize", "route", "copy", "up", "down", "combine")
+KERNELS = ("layer", "quantize", "route", "copy", "up", "down", "combine")
+PHASES = ("step", "move", "redirect", "prepare", "agree", "publish", "abandon", "home refresh", "staging")
 _installed: Callable[[str], AbstractContextManager[object]] | None = None
 
 
@@ -26,8 +29,8 @@ def install(named: Callable[[str], AbstractContextManager[object]] | None) -> No
 
 
 def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: calls run inside the range ``name``, one of ``NAMES``."""
-    assert name in NAMES
+    """Decorator: calls run inside the range ``name``, one of ``KERNELS`` or ``PHASES``."""
+    assert name in KERNELS + PHASES
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(call)

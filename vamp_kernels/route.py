@@ -204,7 +204,8 @@ def route(
         host_experts: ``[E]`` bool, experts whose slot lies in host memory; None means none, and not to sort
             the tiles by tier.
         staging_slots: ``[C]`` int32, slots that the first C host-backed experts of more than one tile, by id,
-            are to be copied to and read from; only with ``host_experts``.
+            are to be copied to and read from; -1 from some place on where there are fewer than C now. Only
+            with ``host_experts``.
         stage_all: those of one tile as well, and the launches are without programs that share host tiles.
     """
     num_pairs = topk_ids.numel()
@@ -313,7 +314,7 @@ def route_torch(
     """The same on the host."""
     flat = topk_ids.flatten().tolist()
     slots = list(range(experts)) if slot_table is None else slot_table.tolist()
-    free = [] if staging_slots is None else staging_slots.tolist()
+    free = [] if staging_slots is None else [slot for slot in staging_slots.tolist() if slot >= 0]
     pairs: list[int] = []
     hits, copies = [], []
     tiers: tuple[list[tuple[int, int, int, int]], ...] = ([], [], [])  # host memory, resident, staged

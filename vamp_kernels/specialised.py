@@ -57,14 +57,25 @@ def store_layout(columns):
 
 
 @gluon.jit
-def share(tile_count, blocks, HOST_PROGRAMS: gl.constexpr, STAGED: gl.constexpr):
+def share(
+    tile_count,
+    copy_count,
+    blocks,
+    HOST_PROGRAMS: gl.constexpr,
+    COPYING: gl.constexpr,
+    STAGED: gl.constexpr,
+):
     """First item, end and step of this program; item i is block i % ``blocks`` of tile i // it.
 
     The programs of a STAGED launch share the tiles of staged experts. In any other, up to HOST_PROGRAMS share
-    the tiles in host memory, if there are any, and the rest all others.
+    the tiles in host memory, if there are any, and the rest all others. While experts are copied, COPYING
+    processors have no room for such a program: the last ones, which would come late, leave at once.
     """
     program = gl.program_id(0)
     step = gl.num_programs(0)
+    if copy_count is not None:
+        step = gl.where(gl.load(copy_count) > 0, step - COPYING, step)
+    late = program >= step
     if STAGED:
         first = gl.load(tile_count + 1) * blocks + program
         end = gl.load(tile_count + 2) * blocks
@@ -82,7 +93,7 @@ def share(tile_count, blocks, HOST_PROGRAMS: gl.constexpr, STAGED: gl.constexpr)
             first = host + program - apart
             end = gl.load(tile_count + 1) * blocks
             step = step - apart
-    return first, end, step
+    return first, gl.where(late, first, end), step
 
 
 @gluon.jit
@@ -167,11 +178,8 @@ def descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], block
 def launch_options(
     launch: SpecialisedLaunch, routing: Routing, weight_rows: int, staged: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Programs, and the compile-time arguments that both GEMMs take; a step reads ``weight_rows`` rows."""
+    """Programs, and the last arguments that both GEMMs take; a step reads ``weight_rows`` rows."""
     programs = device_limits(routing.tiles.device).processors
-    if routing.copies is not None and not staged:
-        # A processor that copies has no room for such a program: one that came late would do its share alone.
-        programs = max(programs - GatherLaunch().programs, 1)
     host_programs = launch.host_programs(2 * weight_rows * launch.block_k) if routing.by_tier else 0
     registers, load_registers = REGISTERS[launch.parts]
     return programs, {
@@ -181,7 +189,9 @@ def launch_options(
         "STAGES": launch.num_stages,
         "REGISTERS": registers,
         "LOAD_REGISTERS": load_registers,
+        "copy_count": None if staged else routing.copy_count,
         "HOST_PROGRAMS": min(host_programs, programs // 2),
+        "COPYING": min(GatherLaunch().programs, programs // 2),
         "STAGED": staged,
         "num_warps": 4,
     }

@@ -29,10 +29,10 @@ def _place_by_tier(
     if staging_slots is not None:
         wanted = (host & (needed > (0 if STAGE_ALL else 1))).to(tl.int32)
         rank = tl.cumsum(wanted, 0) - wanted
-        chosen = (wanted > 0) & (rank < staging)
+        target = tl.load(staging_slots + rank, mask=(wanted > 0) & (rank < staging), other=-1)
+        chosen = target >= 0
         staged = tl.where(chosen, needed, 0)
         in_host -= staged
-        target = tl.load(staging_slots + rank, mask=chosen, other=0)
         tl.store(copies + rank, slot, mask=chosen)
         tl.store(copies + staging + rank, target, mask=chosen)
         tl.store(copy_count, tl.sum(chosen.to(tl.int32), 0))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vamp_integration import compat
+from vamp_integration.cli.profile_routing import profile_routing
 from vamp_integration.cli.replay import replay
 from vamp_integration.cli.serve import serve
 from vamp_integration.replay.trace import TraceError
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.command()(replay)
+app.command("profile-routing")(profile_routing)
 
 
 @app.command("make-model")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vamp_integration import settings
+from vamp_integration.lognormal import NAME, VARIABLE
 from vamp_integration.plan import check_plan
 from vamp_runtime.errors import ConfigError
 
@@ -114,8 +115,11 @@ def child_environment(parent: dict[str, str], arm: Arm, threads: int) -> dict[st
 
     An unmodified engine must not even load the plugin, so ``VLLM_PLUGINS`` names it for VAMP's arms only. The
     engine core stays in the process, where its scheduler can be watched. What the user has set otherwise is
-    kept.
+    kept. Simulated routing, where it is asked for, is every arm's.
     """
+    plugins = ["vamp"] if arm.vamp else []
+    if parent.get(VARIABLE, "").startswith(NAME):
+        plugins.append("vamp_benchmark_routing")
     defaults = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
@@ -123,5 +127,5 @@ def child_environment(parent: dict[str, str], arm: Arm, threads: int) -> dict[st
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "vamp" if arm.vamp else ""}
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ",".join(plugins)}
     return {**defaults, **parent, **fixed}

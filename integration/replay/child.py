@@ -7,6 +7,7 @@ go to file descriptor FD, everything that vLLM prints to standard output and err
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vamp_integration.config_errors import as_config_errors
+from vamp_integration.lognormal import VARIABLE
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
 
@@ -110,6 +112,7 @@ class VllmEngine:
             "tp": config.parallel_config.tensor_parallel_size,
             "device": device_name(),
             "versions": versions(),
+            "simulated_routing": os.environ.get(VARIABLE, ""),
         }
 
     def _expert_bytes(self) -> int:

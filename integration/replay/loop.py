@@ -81,7 +81,8 @@ class ClosedLoop:
         sleep: waits for seconds while nothing is in flight.
         on_turn: called with every finished turn.
         on_step: called after every step and sleep with the seconds since the start.
-        max_seconds: submit nothing more after so long; what is in flight then is left out.
+        max_seconds: submit nothing more after so long; what is in flight then is left out. May be set anew
+            while the loop runs.
     """
 
     def __init__(
@@ -103,6 +104,11 @@ class ClosedLoop:
         self._flights: dict[str, Flight] = {}
         for _ in range(min(concurrency, len(trace.sessions))):
             heapq.heappush(self._due, (0.0, self._waiting.pop(), 0))
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._flights)
 
     def run(self) -> float:
         """Replay until every turn has ended or time is up; return the seconds it took."""

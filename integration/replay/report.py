@@ -99,6 +99,9 @@ def summary(comparison: Comparison) -> list[str]:
         "turns/s is the turns in the figures over the whole time of the replay",
         *trace.notes,
     ]
+    routing = comparison.runs[0].ready["simulated_routing"]
+    if routing:
+        lines.insert(0, f"SIMULATED ROUTING ({routing}) in every arm: what the model says means nothing")
     if config.max_seconds is not None:
         lines.append(f"stopped after {config.max_seconds:g} s; turns in flight then are left out")
     return lines + [check_text(check) for check in comparison.token_checks]
@@ -152,7 +155,7 @@ def settings_row(comparison: Comparison, run: ArmRun) -> dict[str, Any]:
         "arm": run.name,
         "kv_gib": run.ready["kv_bytes"] / 2**30,
         "max_offload_ratio": run.max_offload_ratio,
-        "routing": "random tokens",
+        "routing": run.ready["simulated_routing"] or "random tokens",
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "warmup_turns": config.warmup_turns,

@@ -31,6 +31,8 @@ class Prompts:
         self.trace, self.vocab_size, self.seed = trace, vocab_size, seed
         self._width = int(trace.block_tokens) + 2
         self._blocks: dict[tuple[int, int], Tokens] = {}
+        # What the last prompt of each session had in blocks: the next one mostly begins with the same.
+        self._begun: dict[int, tuple[tuple[int, ...], Tokens]] = {}
 
     def prompt(self, session: int, turn: int) -> list[int]:
         """Token ids of one turn.
@@ -41,17 +43,32 @@ class Prompts:
         """
         record = self.trace.sessions[session].turns[turn]
         owner = 0 if self.trace.shared_ids else self._owner(session)
-        parts: list[Tokens] = []
-        filled = 0
-        for place, hash_id in enumerate(record.hash_ids):
+        common, begun = self._common(session, record.hash_ids)
+        begun = begun[: record.input_length]
+        parts, filled = [begun], len(begun)
+        for place in range(common, len(record.hash_ids)):
             end = min(int((place + 1) * self.trace.block_tokens), record.input_length)
-            parts.append(self._block(owner, hash_id)[: end - filled])
+            parts.append(self._block(owner, record.hash_ids[place])[: end - filled])
             filled = end
-        parts.append(self._random(record.input_length - filled, 1, self._owner(session), turn))
-        return [int(t) for t in np.concatenate(parts)]
+        blocks = np.concatenate(parts)
+        self._begun[session] = record.hash_ids, blocks
+        tail = self._random(record.input_length - filled, 1, self._owner(session), turn)
+        tokens: list[int] = np.concatenate((blocks, tail)).tolist()
+        return tokens
+
+    def _common(self, session: int, ids: tuple[int, ...]) -> tuple[int, Tokens]:
+        """How many leading ids the session's last prompt had too, and the tokens of these."""
+        last, tokens = self._begun.get(session, ((), np.empty(0, np.int32)))
+        pairs = enumerate(zip(last, ids, strict=False))
+        common = next((place for place, (a, b) in pairs if a != b), min(len(last), len(ids)))
+        # A prompt that was cut has fewer tokens than ids.
+        while common and int(common * self.trace.block_tokens) > len(tokens):
+            common -= 1
+        return common, tokens[: int(common * self.trace.block_tokens)]
 
     def forget(self, session: int) -> None:
         """Drop what is remembered of a session that has ended."""
+        self._begun.pop(session, None)
         if not self.trace.shared_ids:
             owner = self._owner(session)
             self._blocks = {key: value for key, value in self._blocks.items() if key[0] != owner}

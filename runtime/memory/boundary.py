@@ -1,65 +1,25 @@
-"""The move protocol of one rank: expert groups give pages to the KV cache and take them back."""
+"""The move protocol of one rank: expert groups give pages to the KV cache or each other, and return."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import DriverError, IntegrityError
 from vamp_runtime.memory.agreement import Agreement, Vote
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.move import Move as Move
+from vamp_runtime.memory.move import MoveKind as MoveKind
+from vamp_runtime.memory.move import Outcome as Outcome
+from vamp_runtime.memory.move import Swap
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.transaction import Transaction
-
-
-class MoveKind(enum.Enum):
-    OFFLOAD = "offload"
-    RESTORE = "restore"
-
-
-@dataclass(frozen=True)
-class Move:
-    """One change of level, the same on every rank.
-
-    Attributes:
-        epoch: one more than that of the move before, whether that was published or not.
-        levels: groups of every layer to move.
-        level_before: the level the scheduler believes in.
-        claimed_blocks: blocks in the scheduler's pool; for a RESTORE those that stay in it.
-    """
-
-    epoch: int
-    kind: MoveKind
-    levels: int
-    level_before: int
-    claimed_blocks: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a move on this rank.
-
-    Attributes:
-        level: groups of every layer out of HBM now.
-        blocks: KV blocks backed now, claimed or not.
-        bytes_moved: bytes of the HBM pages that changed hands.
-        copied_bytes: bytes copied from homes.
-        seconds: from request to publish or abandon.
-        reason: why the move was abandoned; empty if it was published.
-    """
-
-    epoch: int
-    ok: bool
-    level: int
-    blocks: int
-    bytes_moved: int
-    copied_bytes: int
-    seconds: float
-    reason: str
 
 
 class MoveState(enum.Enum):
@@ -93,8 +53,8 @@ class Boundary:
     def request(self, move: Move) -> str:
         """Check a move and choose its groups; why it is refused, or an empty string.
 
-        Offloads take the coldest groups that have a valid home, restores those that left last. An accepted
-        move claims ``claimed_blocks`` in the region.
+        Offloads take the coldest groups that have a valid home, restores those that left last, and a swap
+        names its own. An accepted move claims ``claimed_blocks`` in the region.
         """
         assert self.state is MoveState.IDLE
         self._started = time.perf_counter()
@@ -111,11 +71,12 @@ class Boundary:
         self.state = MoveState.REQUESTED
         return self._reason
 
+    @ranged("redirect")
     def redirect(self) -> None:
         """Read leaving groups through their homes, and mark the work that may still read as before."""
         assert self.state is MoveState.REQUESTED
         self.state = MoveState.REDIRECTED
-        if not self._reason and self._move.kind is MoveKind.OFFLOAD:
+        if not self._reason and self._move.kind is not MoveKind.RESTORE:
             self._redirect()
         if not self._reason:
             try:
@@ -123,6 +84,7 @@ class Boundary:
             except DriverError as error:
                 self._reason = str(error)
 
+    @ranged("prepare")
     def prepare(self) -> bool:
         """Wait for the mark and move the pages, all or none; whether this rank is ready to publish."""
         assert self.state is MoveState.REDIRECTED
@@ -140,6 +102,7 @@ class Boundary:
                 self._reason = str(error)
         return not self._reason
 
+    @ranged("agree")
     def agree(self) -> bool:
         """Vote with the other ranks; whether to publish.
 
@@ -153,24 +116,28 @@ class Boundary:
             self._reason = "another rank failed, refused, or chose other groups"
         return self._agreed
 
+    @ranged("publish")
     def publish(self) -> Outcome:
         """Make an agreed move final: groups count as out, or are read at their own addresses again."""
         assert self.state is MoveState.PREPARED and self._agreed and self._held is not None
         stack, tx = self._held
         tx.commit()
         stack.close()
+        for swap in self._move.swaps:
+            self.slab.mark_swapped(swap.layer, swap.leaving, swap.returning)
         for layer, groups in enumerate(self._groups):
             if self._move.kind is MoveKind.OFFLOAD:
                 self.slab.mark_out(layer, groups)
-            else:
+            elif self._move.kind is MoveKind.RESTORE:
                 self.slab.mark_resident(layer, groups)
         return self._finish()
 
+    @ranged("abandon")
     def abandon(self, reason: str = "") -> Outcome:
         """Bring back the pages, bytes and slot table of before the request.
 
         KV blocks from the move's ``claimed_blocks`` on are zero after an abandoned RESTORE that had been
-        prepared; the region counts them as claimed again. An abandoned OFFLOAD leaves the claim as it is,
+        prepared; the region counts them as claimed again. Any other abandoned move leaves the claim as it is,
         since the scheduler has added those ids in any case.
 
         Raises:
@@ -188,6 +155,7 @@ class Boundary:
             self.region.claim(self._claimed_before)
         return self._finish()
 
+    @ranged("move")
     def run(self, move: Move) -> Outcome:
         """The whole walk, one step after the other."""
         self.request(move)
@@ -202,6 +170,10 @@ class Boundary:
     def restore(self, levels: int) -> Outcome:
         """Take ``levels`` groups of every layer back from the KV cache."""
         return self.run(self._next(MoveKind.RESTORE, levels))
+
+    def swap(self, swaps: Sequence[Swap]) -> Outcome:
+        """Give the pages of groups that leave HBM to groups that return."""
+        return self.run(replace(self._next(MoveKind.SWAP, 0), swaps=tuple(swaps)))
 
     def check_integrity(self) -> None:
         """Ledger, slab and region agree; between moves also that what left the experts is what KV got.
@@ -231,15 +203,16 @@ class Boundary:
 
     def _refusal(self, move: Move) -> str:
         """Why this rank cannot make the move, whatever groups it takes; empty if it can."""
-        slab, region = self.slab, self.region
-        offload = move.kind is MoveKind.OFFLOAD
-        level = slab.level + (move.levels if offload else -move.levels)
-        pages = region.pages + move.levels * slab.geometry.pages_per_level * (1 if offload else -1)
+        slab, region, level = self.slab, self.region, move.level_after
+        pages = region.pages + (level - move.level_before) * slab.geometry.pages_per_level
         if move.epoch != self.epoch + 1:
             return f"epoch {move.epoch} does not follow {self.epoch}"
         if move.level_before != slab.level:
             return f"this rank is at level {slab.level}, not {move.level_before}"
-        if move.levels < 1 or not 0 <= level <= slab.geometry.max_level:
+        swap = move.kind is MoveKind.SWAP
+        if swap is not bool(move.swaps) or (swap and move.levels):
+            return f"{move.kind.value} of {move.levels} levels and {len(move.swaps)} pairs of groups"
+        if (move.levels < 1 and not swap) or not 0 <= level <= slab.geometry.max_level:
             top = slab.geometry.max_level
             return f"{move.kind.value} of {move.levels} from level {slab.level} leaves 0..{top}"
         if not 0 <= pages <= region.geometry.max_pages:
@@ -252,6 +225,11 @@ class Boundary:
     def _choose(self, move: Move) -> str:
         """Choose the groups of every layer; why that is not possible, or an empty string."""
         slab, groups = self.slab, []
+        if move.kind is MoveKind.SWAP:
+            reason = swap_refusal(slab, move.swaps)
+            leaving = {swap.layer: [swap.leaving] for swap in move.swaps}
+            self._groups = [] if reason else [leaving.get(la, []) for la in range(slab.geometry.layers)]
+            return reason
         for layer in range(slab.geometry.layers):
             if move.kind is MoveKind.RESTORE:
                 groups.append(list(slab.out(layer)[: -move.levels - 1 : -1]))
@@ -273,6 +251,11 @@ class Boundary:
     def _move_pages(self, tx: Transaction) -> None:
         slab, per_group = self.slab, self.slab.geometry.pages_per_group
         moving = [(layer, group) for layer, groups in enumerate(self._groups) for group in groups]
+        for swap in self._move.swaps:
+            given = slab.take_out(tx, swap.layer, swap.leaving)
+            slab.bring_back(tx, swap.layer, swap.returning, given)
+        if self._move.kind is MoveKind.SWAP:
+            return
         if self._move.kind is MoveKind.OFFLOAD:
             pages = [page for layer, group in moving for page in slab.take_out(tx, layer, group)]
             self.region.push(tx, pages)
@@ -289,14 +272,28 @@ class Boundary:
         self.state = MoveState.IDLE
         self._held = None
         geometry, move = self.slab.geometry, self._move
-        moved = move.levels * geometry.layers * geometry.group_bytes if self._agreed else 0
+        groups = move.levels * geometry.layers + len(move.swaps)
+        moved = groups * geometry.group_bytes if self._agreed else 0
         return Outcome(
             epoch=move.epoch,
             ok=self._agreed,
             level=self.slab.level,
             blocks=self.region.blocks,
             bytes_moved=moved,
-            copied_bytes=moved if move.kind is MoveKind.RESTORE else 0,
+            copied_bytes=0 if move.kind is MoveKind.OFFLOAD else moved,
             seconds=time.perf_counter() - self._started,
             reason=self._reason,
         )
+
+
+def swap_refusal(slab: ExpertSlab, swaps: Sequence[Swap]) -> str:
+    """Why ``slab`` cannot swap these groups; empty if it can."""
+    layers = [swap.layer for swap in swaps]
+    if len(set(layers)) < len(layers) or not set(layers) <= set(range(slab.geometry.layers)):
+        return f"swaps of layers {layers}, which should be different ones of 0..{slab.geometry.layers - 1}"
+    for swap in swaps:
+        if swap.returning not in slab.out(swap.layer):
+            return f"layer {swap.layer}: group {swap.returning} is not out of HBM"
+        if swap.leaving not in slab.ready(swap.layer, slab.geometry.groups):
+            return f"layer {swap.layer}: group {swap.leaving} is not in HBM with a valid home"
+    return ""

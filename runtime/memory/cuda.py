@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 from collections.abc import Callable
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from vamp_runtime.errors import ConfigError, DriverError, StateLost
 from vamp_runtime.memory.address_space import AddressSpace, Handle, Mapping, check_budgets
 from vamp_runtime.memory.cuda_api import CudaApi, access_list, allocation_prop, require_tiers
 from vamp_runtime.memory.driver import DriverUsage, Tier
 from vamp_runtime.memory.transaction import Transaction
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _locked(call: Callable[P, T]) -> Callable[P, T]:
+    """Hold the driver's lock, the first argument's, for the length of a call."""
+
+    @functools.wraps(call)
+    def inside(*args: P.args, **named: P.kwargs) -> T:
+        with args[0]._lock:  # type: ignore[attr-defined]
+            return call(*args, **named)
+
+    return inside
 
 
 @dataclass(eq=False)
@@ -24,7 +40,10 @@ class CudaMark:
 
 
 class CudaDriver:
-    """``MemoryDriver`` on one GPU, in its primary context, beside torch. For one thread at a time.
+    """``MemoryDriver`` on one GPU, in its primary context, beside torch.
+
+    A thread that moves pages and one that queues copies on streams of its own may share it: a lock guards the
+    bookkeeping, and is held for no longer than a call.
 
     Copies and zeroing run on a stream of the driver's own, at the lowest priority. ``unmap`` waits for those
     of them that use the range; kernels on other streams are the caller's to wait for.
@@ -57,12 +76,13 @@ class CudaDriver:
         self._idle_events: list[Any] = []
         self._marks: set[CudaMark] = set()
         self._busy: set[int] = set()
+        self._lock = threading.RLock()
         self._api = CudaApi(device)
         try:
             require_tiers(self._api, self._tiers, peer)
             ordered = [tier for tier in Tier if tier in self._tiers]
             self._props = {tier: allocation_prop(self._api, tier, peer) for tier in ordered}
-            self._access = {tier: access_list(self._api, tier, prop) for tier, prop in self._props.items()}
+            self._access = access_list(self._api)
             self._space = AddressSpace(self._common_granularity())
             self._stream = self._low_priority_stream()
             for tier in ordered:
@@ -78,6 +98,9 @@ class CudaDriver:
     @property
     def tiers(self) -> frozenset[Tier]:
         return self._tiers
+
+    def bind_thread(self) -> None:
+        self._api.bind_thread()
 
     def reserve(self, nbytes: int) -> int:
         self._space.check_size("reserve", nbytes)
@@ -113,24 +136,28 @@ class CudaDriver:
         self._space.drop_handle(handle)
         self._used[found.tier] -= found.nbytes
 
+    @_locked
     def map(self, address: int, handle: int) -> None:
         found = self._space.check_map(address, handle)
         self._api.call("cuMemMap", address, found.nbytes, 0, found.raw, 0)
         self._space.add_mapping(address, handle)
 
+    @_locked
     def set_access(self, address: int, nbytes: int) -> None:
         found = self._space.check_whole("set_access", address, nbytes)
         opened = [mapping for mapping in found if not self._space.accessible(mapping)]
         edges = [0, *self._space.seams(address, nbytes), nbytes]
         try:
             for start, end in pairwise(edges):
-                access = self._access[self._space.tier_at(address + start)]
-                self._api.call("cuMemSetAccess", address + start, end - start, access, len(access))
+                self._api.call(
+                    "cuMemSetAccess", address + start, end - start, self._access, len(self._access)
+                )
         except DriverError as error:
             # Nothing uses these yet, so mapping them anew is a safe way to take all access away.
             self._restore(opened, error, mapped=True)
         self._space.grant(found)
 
+    @_locked
     def unmap(self, address: int, nbytes: int) -> None:
         found = self._space.check_whole("unmap", address, nbytes)
         if not self._busy.isdisjoint(mapping.address for mapping in found):
@@ -144,14 +171,18 @@ class CudaDriver:
             gone.append(mapping)
         self._space.drop_mappings(found)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    @_locked
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         found = self._space.check_copy(target, source, nbytes)
-        self._busy.update(mapping.address for mapping in found)
+        if stream is None:
+            self._busy.update(mapping.address for mapping in found)
         # One copy must not span two tiers: the driver takes the kind of memory from the first byte.
         seams = self._space.seams(target, nbytes) + self._space.seams(source, nbytes)
         for start, end in pairwise(sorted({0, nbytes, *seams})):
-            self._api.call("cuMemcpyAsync", target + start, source + start, end - start, self._stream)
+            on = self._stream if stream is None else stream
+            self._api.call("cuMemcpyAsync", target + start, source + start, end - start, on)
 
+    @_locked
     def zero(self, address: int, nbytes: int) -> None:
         found = self._space.check_accessible("zero", address, nbytes)
         self._busy.update(mapping.address for mapping in found)
@@ -276,8 +307,8 @@ class CudaDriver:
                     self._api.call("cuMemUnmap", mapping.address, mapping.nbytes)
                 self._api.call("cuMemMap", mapping.address, mapping.nbytes, 0, handle.raw, 0)
                 if self._space.accessible(mapping):
-                    access = self._access[handle.tier]
-                    self._api.call("cuMemSetAccess", mapping.address, mapping.nbytes, access, len(access))
+                    granted = (self._access, len(self._access))
+                    self._api.call("cuMemSetAccess", mapping.address, mapping.nbytes, *granted)
         except DriverError as failure:
             raise StateLost(f"{reason}, and undoing it failed: {failure}") from failure
         raise reason

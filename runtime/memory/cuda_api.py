@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import Any
 
 from vamp_runtime.errors import ConfigError, DriverError
@@ -40,6 +41,7 @@ class CudaApi:
         except RuntimeError as error:  # a DriverError, or libcuda is not installed
             raise ConfigError(f"device={device} cannot be used ({error}); use a visible CUDA GPU") from error
         self.ordinal = device
+        self._bound: set[int] = set()
 
     def plain(self, name: str, *args: object) -> Any:
         """Call without a context; its one result, or ``None``, or a tuple. Raises ``DriverError``."""
@@ -48,8 +50,15 @@ class CudaApi:
             raise DriverError(name, error.name)
         return results[0] if len(results) == 1 else tuple(results) or None
 
+    def bind_thread(self) -> None:
+        """Make the context current on this thread for good: its calls then need not push and pop it."""
+        self.plain("cuCtxSetCurrent", self._context)
+        self._bound.add(threading.get_ident())
+
     def call(self, name: str, *args: object) -> Any:
         """``plain``, with the device's primary context current."""
+        if threading.get_ident() in self._bound:
+            return self.plain(name, *args)
         self.plain("cuCtxPushCurrent", self._context)
         try:
             return self.plain(name, *args)
@@ -98,17 +107,13 @@ def allocation_prop(api: CudaApi, tier: Tier, peer: int | None) -> Any:
     return prop
 
 
-def access_list(api: CudaApi, tier: Tier, prop: Any) -> list[Any]:
-    """Who may touch a tier's mappings: the device, and for host memory the CPU too."""
-    kinds = api.driver.CUmemLocationType
-    places = [(kinds.CU_MEM_LOCATION_TYPE_DEVICE, api.ordinal)]
-    if tier is Tier.HOST:
-        places.append((kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, prop.location.id))
-    descriptors = []
-    for kind, number in places:
-        descriptor = api.driver.CUmemAccessDesc()
-        descriptor.location.type = kind
-        descriptor.location.id = number
-        descriptor.flags = api.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        descriptors.append(descriptor)
-    return descriptors
+def access_list(api: CudaApi) -> list[Any]:
+    """Who may touch a mapping: the device alone, which also makes every copy.
+
+    Access for the CPU would make granting access to host pages several times as slow.
+    """
+    descriptor = api.driver.CUmemAccessDesc()
+    descriptor.location.type = api.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    descriptor.location.id = api.ordinal
+    descriptor.flags = api.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return [descriptor]

@@ -47,6 +47,9 @@ class MemoryDriver(Protocol):
     def tiers(self) -> frozenset[Tier]:
         """Tiers that ``create`` can serve on this machine."""
 
+    def bind_thread(self) -> None:
+        """Prepare the calling thread for many calls. Never needed, and spares each call a little."""
+
     def reserve(self, nbytes: int) -> int:
         """Address of a new reservation of ``nbytes``, nothing behind it."""
 
@@ -68,8 +71,12 @@ class MemoryDriver(Protocol):
     def unmap(self, address: int, nbytes: int) -> None:
         """Take away the mappings in a range that covers each of them whole."""
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between accessible ranges that do not overlap."""
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Copy between accessible ranges that do not overlap.
+
+        On ``stream``, the handle of a stream of the device, it is for the caller to order: ``synchronize``
+        and ``unmap`` know nothing of it.
+        """
 
     def zero(self, address: int, nbytes: int) -> None:
         """Clear an accessible range."""

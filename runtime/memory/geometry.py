@@ -9,6 +9,8 @@ from vamp_runtime.errors import ConfigError
 
 MAX_GROUP_EXPERTS = 8
 MAX_GROUP_BYTES = 64 << 20
+# Staging records are so many buffers, which take turns by layer.
+STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,9 @@ class SlabGeometry:
     A layer's slots are, in order: a record per expert, padded to whole groups; ``staging_records``; and
     ``home_slots`` groups of home aliases. ``part_bytes`` holds the bytes of one expert in each part: one part
     where ``w13`` and ``w2`` are views of one record, two where the kernel wants a dense slab of each. All
-    sizes in bytes. A page is one physical handle, the smallest thing that can move.
+    sizes in bytes. A page is one physical handle, the smallest thing that can move. At the highest level
+    ``spare_homes`` of the homes are those of groups in HBM, which a swap may give for others. The last
+    ``padding_bytes`` of a record hold nothing, and count in ``part_bytes``.
     """
 
     layers: int
@@ -29,11 +33,13 @@ class SlabGeometry:
     page_bytes: int
     home_slots: int
     staging_records: int
+    spare_homes: int = 0
+    padding_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert self.page_bytes % self.granularity == 0
         assert all(self.group * part % self.page_bytes == 0 for part in self.part_bytes)
-        assert 0 <= self.home_slots <= self.movable_groups
+        assert 0 <= self.spare_homes <= self.home_slots <= self.movable_groups
         assert self.staging_records % self.group == 0
 
     @classmethod
@@ -45,10 +51,13 @@ class SlabGeometry:
         granularity: int,
         max_offload_ratio: float,
         staging_records: int = 0,
+        spare_homes: int = 0,
+        pad: bool = False,
     ) -> SlabGeometry:
         """The smallest group that is whole granules in every part, and the homes that the ratio asks for.
 
-        ``staging_records`` is rounded up to whole groups.
+        ``staging_records`` is rounded up to whole groups. ``spare_homes`` come on top where there are levels
+        at all and groups are left. ``pad`` a record of one part where a group would be too large.
 
         Raises:
             ConfigError: the ratio is outside 0..1, or a group would exceed 8 experts or 64 MiB.
@@ -57,11 +66,15 @@ class SlabGeometry:
             raise ConfigError(
                 f"max_offload_ratio={max_offload_ratio}: must lie between 0 and 1; 0.15 would work"
             )
-        group = math.lcm(*(granularity // math.gcd(part, granularity) for part in part_bytes))
-        if group > MAX_GROUP_EXPERTS or group * sum(part_bytes) > MAX_GROUP_BYTES:
-            raise ConfigError(_group_too_large(part_bytes, granularity, group))
+        padding, group = 0, _group(part_bytes, granularity)
+        if _too_large(part_bytes, group):
+            if not pad or len(part_bytes) != 1:
+                raise ConfigError(_group_too_large(part_bytes, granularity, group))
+            group, record = _padded(part_bytes[0], granularity)
+            padding, part_bytes = record - part_bytes[0], (record,)
         # A ratio is written in decimals: without the slack 0.29 of 100 experts would be 28.
-        home_slots = math.floor(max_offload_ratio * experts / group + 1e-9)
+        levels = math.floor(max_offload_ratio * experts / group + 1e-9)
+        spare = min(spare_homes, experts // group - levels) if levels else 0
         return cls(
             layers=layers,
             experts=experts,
@@ -69,8 +82,10 @@ class SlabGeometry:
             granularity=granularity,
             group=group,
             page_bytes=math.gcd(*(group * part for part in part_bytes)),
-            home_slots=home_slots,
+            home_slots=levels + spare,
             staging_records=-(-staging_records // group) * group,
+            spare_homes=spare,
+            padding_bytes=padding,
         )
 
     @property
@@ -90,7 +105,7 @@ class SlabGeometry:
     @property
     def max_level(self) -> int:
         """Groups of every layer that may be out of HBM at once."""
-        return self.home_slots
+        return self.home_slots - self.spare_homes
 
     @property
     def expert_bytes(self) -> int:
@@ -116,9 +131,21 @@ class SlabGeometry:
         return self.groups * self.group
 
     @property
+    def staging_groups(self) -> int:
+        """Groups of staging records, whose pages all layers share."""
+        return self.staging_records // self.group
+
+    @property
     def home_slot_base(self) -> int:
         """First slot of the home aliases."""
         return self.own_slots + self.staging_records
+
+    @property
+    def extra_hbm_bytes(self) -> int:
+        """HBM of this rank that holds no expert of its own: staging, padding of records and short groups."""
+        short = self.layers * (self.own_slots - self.experts)
+        padding = self.layers * self.experts * self.padding_bytes
+        return (self.staging_records + short) * self.expert_bytes + padding
 
     @property
     def slots(self) -> int:
@@ -132,6 +159,24 @@ class SlabGeometry:
     def reservation_bytes(self, part: int) -> int:
         """Bytes of addresses that one layer reserves for ``part``."""
         return self.slots * self.part_bytes[part]
+
+
+def _group(part_bytes: tuple[int, ...], granularity: int) -> int:
+    """Experts of the smallest run that is whole granules in every part."""
+    return math.lcm(*(granularity // math.gcd(part, granularity) for part in part_bytes))
+
+
+def _too_large(part_bytes: tuple[int, ...], group: int) -> bool:
+    return group > MAX_GROUP_EXPERTS or group * sum(part_bytes) > MAX_GROUP_BYTES
+
+
+def _padded(record: int, granularity: int) -> tuple[int, int]:
+    """``(group, padded record)`` that waste the least; a group of one expert may be of any size."""
+    groups = [1 << power for power in range(MAX_GROUP_EXPERTS.bit_length())]
+    steps = [(group, granularity // group) for group in groups if granularity % group == 0]
+    padded = [(group, -(-record // step) * step) for group, step in steps]
+    fitting = [choice for choice in padded if choice[0] == 1 or not _too_large(choice[1:], choice[0])]
+    return min(fitting, key=lambda choice: (choice[1], choice[0]))
 
 
 def _group_too_large(part_bytes: tuple[int, ...], granularity: int, group: int) -> str:

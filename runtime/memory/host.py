@@ -76,6 +76,9 @@ class HostDriver:
     def tiers(self) -> frozenset[Tier]:
         return frozenset(self._pools)
 
+    def bind_thread(self) -> None:
+        pass  # any thread can call the kernel
+
     def reserve(self, nbytes: int) -> int:
         self._space.check_size("reserve", nbytes)
         if not self._pools:
@@ -133,7 +136,7 @@ class HostDriver:
             self._restore("unmap", found)
         self._space.drop_mappings(found)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         self._space.check_copy(target, source, nbytes)
         ctypes.memmove(target, source, nbytes)
 

@@ -20,7 +20,7 @@ class OwnerKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner of pages. ``index`` is the group of an EXPERT and the home slot of a HOME."""
+    """One owner of pages. ``index`` is the group of an EXPERT or of STAGING, and the home slot of a HOME."""
 
     kind: OwnerKind
     layer: int = -1

@@ -16,11 +16,17 @@ from vamp_runtime.memory.transaction import Transaction
 FREE = Owner(OwnerKind.FREE)
 
 
+def staging_owner(group: int) -> Owner:
+    """Owner of the pages of the ``group``-th group of staging records."""
+    return Owner(OwnerKind.STAGING, index=group)
+
+
 class ExpertRecords:
     """One reservation per layer and part, HBM pages behind every own record, host pages behind home aliases.
 
     The ledger knows the pages of a group by ``Owner(EXPERT, layer, group)`` and those of a home by
-    ``Owner(HOME, layer, slot)``; both lie part by part in address order.
+    ``Owner(HOME, layer, slot)``; both lie part by part in address order. Staging pages, ``Owner(STAGING,
+    index=group of staging records)``, lie behind the staging records of every layer at once.
 
     Args:
         lazily: reserve addresses only; ``back`` then puts pages behind one layer after the other.
@@ -112,13 +118,17 @@ class ExpertRecords:
             if backed and geometry.home_slots:
                 homes = geometry.home_slots * geometry.group * size
                 self.driver.unmap(self.address(layer, part, geometry.home_slot_base), homes)
+            if geometry.staging_records and self._backed == geometry.layers:
+                staged = geometry.staging_records * size
+                self.driver.unmap(self.address(layer, part, geometry.own_slots), staged)
             self.driver.free(self.address(layer, part, 0), geometry.reservation_bytes(part))
+        owners = [staging_owner(group) for group in range(geometry.staging_groups)]
         for layer in range(geometry.layers):
-            owners = [Owner(OwnerKind.EXPERT, layer, group) for group in range(geometry.groups)]
+            owners += [Owner(OwnerKind.EXPERT, layer, group) for group in range(geometry.groups)]
             owners += [Owner(OwnerKind.HOME, layer, home) for home in range(geometry.home_slots)]
-            for handle in [handle for owner in owners for handle in self.ledger.pages(owner)]:
-                self.ledger.remove(handle)
-                self.driver.release(handle)
+        for handle in [handle for owner in owners for handle in self.ledger.pages(owner)]:
+            self.ledger.remove(handle)
+            self.driver.release(handle)
         self._base = []
         self._backed = 0
 
@@ -138,19 +148,32 @@ class ExpertRecords:
         for home in range(self.geometry.home_slots):
             pages = self._create(tx, Tier.HOST, Owner(OwnerKind.HOME, layer, home))
             self._map(tx, layer, self.home_alias(home), pages)
+        if layer == self.geometry.layers - 1:
+            self._back_staging(tx)
+
+    def _back_staging(self, tx: Transaction) -> None:
+        """With the last layer, when loading has given back the most memory."""
+        for group in range(self.geometry.staging_groups):
+            pages = self._create(tx, Tier.HBM, staging_owner(group))
+            for layer in range(self.geometry.layers):
+                self._map(tx, layer, self.geometry.own_slots + group * self.geometry.group, pages)
 
     def _create(self, tx: Transaction, tier: Tier, owner: Owner) -> tuple[int, ...]:
         for _ in range(self.geometry.pages_per_group):
             handle = self.driver.create(self.geometry.page_bytes, tier)
             if handle is None:
-                raise ConfigError(self._no_room(tier))
+                raise ConfigError(self._no_room(tier, owner))
             tx.on_undo(partial(self.driver.release, handle))
             self.ledger.add(handle, tier, owner)
             tx.on_undo(partial(self.ledger.remove, handle))
         return self.ledger.pages(owner)
 
-    def _no_room(self, tier: Tier) -> str:
+    def _no_room(self, tier: Tier, owner: Owner) -> str:
         geometry = self.geometry
+        if owner.kind is OwnerKind.STAGING:
+            wanted = geometry.staging_groups * geometry.group_bytes
+            fits = (self.ledger.count(OwnerKind.STAGING) * geometry.page_bytes) >> 20
+            return f"staging_mib: staging needs {wanted} bytes of HBM and has no room; {fits} would work"
         if tier is Tier.HBM:
             wanted = geometry.groups * geometry.pages_per_level * geometry.page_bytes
             there = self.ledger.count(OwnerKind.EXPERT) * geometry.page_bytes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.homes import HomeSlots
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
-from vamp_runtime.memory.records import ExpertRecords
+from vamp_runtime.memory.records import ExpertRecords, staging_owner
 from vamp_runtime.memory.transaction import Transaction
 
 
@@ -107,18 +109,18 @@ class ExpertSlab:
 
     def coldest(self, layer: int, n: int) -> list[int]:
         """The next ``n`` movable groups that are in HBM and not on their way out, coldest first."""
-        return [group for group in self._coldness[layer] if group not in self._redirected[layer]][:n]
+        return list(islice(self._resident(layer), n))
 
     def ready(self, layer: int, n: int) -> list[int]:
         """The next ``n`` groups that may leave: like ``coldest``, but only those with a valid home."""
         homes = self._homes[layer]
-        resident = self.coldest(layer, self.geometry.movable_groups)
-        return [group for group in resident if homes.slot_of(group) is not None][:n]
+        return list(islice((g for g in self._resident(layer) if homes.slot_of(g) is not None), n))
 
     def home_of(self, layer: int, group: int) -> int | None:
         """Home slot with a valid copy of the group."""
         return self._homes[layer].slot_of(group)
 
+    @ranged("home refresh")
     def refresh_homes(self, budget_bytes: int) -> int:
         """Copy the coldest groups that lack a home into home slots, at most ``budget_bytes``; bytes copied.
 
@@ -174,6 +176,12 @@ class ExpertSlab:
             self._out[layer].remove(group)
             self.point_back(layer, group)
 
+    def mark_swapped(self, layer: int, leaving: int, returning: int) -> None:
+        """Count ``leaving`` as out in the place of ``returning``, which counts as back in HBM."""
+        assert leaving in self._redirected[layer] and leaving not in self._out[layer]
+        self._out[layer][self._out[layer].index(returning)] = leaving
+        self.point_back(layer, returning)
+
     def seal(self) -> None:
         """Record a checksum of every expert, read at its own address. Weights must not change afterwards."""
         self._checksums = [
@@ -204,6 +212,9 @@ class ExpertSlab:
         Raises:
             IntegrityError: naming the layer and the group.
         """
+        for group in range(self.geometry.staging_groups):
+            if len(self.ledger.pages(staging_owner(group))) != self.geometry.pages_per_group:
+                raise IntegrityError(f"staging group {group} has lost pages")
         for layer, homes in enumerate(self._homes):
             homes.check_integrity()
             for home in range(self.geometry.home_slots):
@@ -218,6 +229,10 @@ class ExpertSlab:
     def close(self) -> None:
         """Give back every page and address, also with groups out."""
         self._records.close()
+
+    def _resident(self, layer: int) -> Iterator[int]:
+        redirected = self._redirected[layer]
+        return (group for group in self._coldness[layer] if group not in redirected)
 
     def _valid_home(self, layer: int, group: int) -> int:
         home = self.home_of(layer, group)

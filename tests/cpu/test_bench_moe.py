@@ -20,7 +20,7 @@ from vamp_runtime.memory.host import HostDriver
 
 BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
-MODULES = ("cases", "residency", "sweep", "report", "plot", "measure", "layer")
+MODULES = ("cases", "residency", "sweep", "report", "plot", "measure", "layer", "trace")
 
 
 @pytest.fixture(scope="module")
@@ -266,3 +266,32 @@ def test_the_command_in_the_interpreter(dtype: str, width: int, tmp_path: Path) 
     only = json.loads(out.read_text())["rows"][0]
     assert only["model"] == f"3x2x{2 * width}x{width}" and 0 < only["rms_error"] < 0.05
     assert "the times below mean nothing" in child.stderr
+
+
+def test_a_trace_gives_each_kernel_to_the_innermost_range_that_launched_it(bench: Any) -> None:
+    def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    events = [
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        event("user_annotation", "layer", 1000.0, 50.0),
+        event("user_annotation", "up", 1010.0, 20.0),
+        event("cpu_op", "aten::empty", 1011.0, 1.0),
+        event("cuda_runtime", "cudaLaunchKernel", 1001.0, 2.0, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 1012.0, 2.0, correlation=2, cbid=307),
+        event("cuda_runtime", "cudaEventRecord", 1030.0, 2.0, correlation=3),
+        event("kernel", "_up", 1100.0, 7.0, correlation=2, stream=7, device=0),
+        event("kernel", "_other", 1090.0, 5.0, correlation=1),
+        event("kernel", "before", 1080.0, 9.0, correlation=9),
+    ]
+    found = bench["trace"].essential(events)
+    names = ["python", "layer", "up", "cudaLaunchKernel", "cuLaunchKernelEx", "_up", "_other", "before"]
+    assert [e["args"].get("name", e["name"]) for e in found] == names
+    assert found[1]["ts"] == 0.0 and found[5]["ts"] == 100.0
+    assert found[5]["args"] == {"correlation": 2, "stream": 7}
+    kernels = bench["trace"].kernels_by_range(found)
+    assert [e["name"] for e in kernels["up"]] == ["_up"] and [e["name"] for e in kernels["layer"]] == [
+        "_other"
+    ]
+    _, layer, up = bench["trace"].summary(found, 1)
+    assert layer.split() == ["layer", "50.0", "5.0", "_other"] and up.split() == ["up", "20.0", "7.0", "_up"]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, move
 from support.deferring import DeferringDriver
 from support.rigs import SHAPES, Rig, Shape, build_rig
 
+from vamp_kernels import ranges
 from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import Owner, OwnerKind
+from vamp_runtime.memory.move import Swap
 
 
 @pytest.fixture
@@ -57,20 +61,43 @@ def test_a_page_the_kv_cache_gave_away_by_itself_is_found(driver: HostDriver) ->
         rig.boundary.check_integrity()
 
 
+def test_the_phases_of_a_move_stand_in_their_ranges(driver: HostDriver) -> None:
+    rig, seen = build_rig(driver, SHAPES[0]), []
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append("/")
+
+    ranges.install(named)
+    try:
+        assert rig.boundary.offload(1).ok
+        assert not rig.boundary.restore(9).ok
+        rig.slab.refresh_homes(0)
+    finally:
+        ranges.install(None)
+    walk = "move redirect / prepare / agree / {} / / "
+    assert " ".join(seen) == walk.format("publish") + walk.format("abandon") + "home refresh /"
+
+
 class Moves(RuleBasedStateMachine):
     """Any sequence of moves, claims and changes of coldness, held against a few lines of arithmetic."""
 
     @initialize(
-        shape=st.sampled_from(SHAPES), ratio=st.sampled_from([0.3, 0.7, 1.0]), homes=st.integers(0, 9)
+        shape=st.sampled_from(SHAPES),
+        ratio=st.sampled_from([0.3, 0.7, 1.0]),
+        homes=st.integers(0, 9),
+        spare=st.integers(0, 1),
     )
-    def build(self, shape: Shape, ratio: float, homes: int) -> None:
+    def build(self, shape: Shape, ratio: float, homes: int, spare: int) -> None:
         self.driver = HostDriver(4096)
-        shape = Shape(shape.name, shape.layers, shape.experts, shape.halves, ratio, shape.positions)
+        shape = replace(shape, ratio=ratio, spare_homes=spare)
         budget = homes * shape.slab(4096).group_bytes
         self.rig = build_rig(self.driver, shape, homes=budget)
         self.level = 0
 
-    @rule(kind=st.sampled_from(MoveKind), levels=st.integers(0, 3), cordon=st.booleans())
+    @rule(kind=st.sampled_from([OFFLOAD, RESTORE]), levels=st.integers(0, 3), cordon=st.booleans())
     def move(self, kind: MoveKind, levels: int, cordon: bool) -> None:
         rig, geometry, region = self.rig, self.rig.geometry, self.rig.region
         claimed = region.claimed // 2 if cordon and kind is RESTORE else region.claimed
@@ -89,6 +116,24 @@ class Moves(RuleBasedStateMachine):
             assert region.claimed == claimed
         assert outcome.level == self.level
         assert rig.kv_pages()[:held] == kept
+
+    @rule(pairs=st.lists(st.tuples(*[st.integers(0, 5)] * 2), min_size=2, max_size=2), alone=st.booleans())
+    def swap(self, pairs: list[tuple[int, int]], alone: bool) -> None:
+        rig, kv = self.rig, self.rig.kv_pages()
+        asked = [Swap(layer, *pair) for layer, pair in enumerate(pairs)][alone:]
+        out = [list(rig.slab.out(layer)) for layer in range(2)]
+        possible = all(
+            pair.returning in out[pair.layer]
+            and pair.leaving not in out[pair.layer]
+            and rig.slab.home_of(pair.layer, pair.leaving) is not None
+            for pair in asked
+        )
+        outcome = rig.boundary.swap(asked)
+        assert outcome.ok is possible, outcome.reason
+        for pair in asked if possible else ():
+            out[pair.layer][out[pair.layer].index(pair.returning)] = pair.leaving
+        assert [list(rig.slab.out(layer)) for layer in range(2)] == out
+        assert outcome.level == self.level and rig.kv_pages() == kv
 
     @rule(share=st.floats(0, 1))
     def claim(self, share: float) -> None:

@@ -22,7 +22,14 @@ main()
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["serve", "--help"], ["replay", "--help"], ["make-model", "--help"]]
+    "argv",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["replay", "--help"],
+        ["make-model", "--help"],
+        ["profile-routing", "--help"],
+    ],
 )
 def test_help_needs_no_engine(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", BARE, *argv], capture_output=True, text=True)

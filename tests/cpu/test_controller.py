@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vamp_runtime.controller import Capacity, CapacityController, StepCommand
-from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
+from vamp_runtime.memory.move import Move, MoveKind, Outcome, Swap
 
 POOL = 10
+PAIR, OTHER = Swap(0, leaving=3, returning=5), Swap(1, leaving=2, returning=0)
 # A level brings 4 or 5 blocks; at level 0 three mapped blocks are the reserve.
 CAPACITY = Capacity(blocks_at=(13, 17, 22, 26), experts=32, group=2, level_bytes=1 << 20)
 
 
 def outcome_of(move: Move, ok: bool, capacity: Capacity = CAPACITY) -> Outcome:
     """What the ranks report when all of them, or not all, could make ``move``."""
-    step = move.levels if move.kind is MoveKind.OFFLOAD else -move.levels
-    level = move.level_before + (step if ok else 0)
+    level = move.level_after if ok else move.level_before
     return Outcome(move.epoch, ok, level, capacity.blocks_at[level], 0, 0, 0.0, "" if ok else "refused")
 
 
@@ -132,6 +132,18 @@ def test_a_restore_shrinks_the_pool_and_keeps_the_reserve(controller: CapacityCo
     assert controller.level == 1 and controller.mapped_blocks == 17 and controller.reserve_blocks == 3
 
 
+def test_a_swap_leaves_level_pool_and_reserve_alone(controller: CapacityController) -> None:
+    assert controller.request_swap([PAIR]) == 0, "nothing is out yet"
+    controller.request_offload(1)
+    finish(controller)
+    assert controller.request_swap([]) == 0
+    assert controller.request_swap([PAIR, OTHER]) == 2 and controller.moving
+    assert controller.request_offload(1) == controller.request_restore(1) == 0
+    assert controller.arriving_levels == 0 and controller.draw(2) == range(POOL, POOL + 2)
+    assert finish(controller) == Move(2, MoveKind.SWAP, 0, 1, POOL + 2, (PAIR, OTHER))
+    assert controller.level == 1 and controller.mapped_blocks == 17 and not controller.moving
+
+
 def test_a_restore_leaves_a_pool_that_never_grew(controller: CapacityController) -> None:
     controller.request_offload(3)
     finish(controller)
@@ -169,8 +181,10 @@ def test_a_failed_move_leaves_the_level_and_the_blocks(
     finish(controller)
     if kind is MoveKind.OFFLOAD:
         controller.request_offload(2)
-    else:
+    elif kind is MoveKind.RESTORE:
         controller.request_restore(1)
+    else:
+        controller.request_swap([PAIR])
     assert finish(controller, ok=False).kind is kind
     assert controller.level == 1 and controller.mapped_blocks == 17 and not controller.moving
     assert controller.draw(99) == range(POOL, 17)
@@ -227,7 +241,8 @@ class Rank:
         move = command.move
         if move is None:
             return None
-        assert move.epoch == self.epoch + 1 and move.level_before == self.level and move.levels > 0
+        assert move.epoch == self.epoch + 1 and move.level_before == self.level
+        assert (move.levels > 0) is (move.kind is not MoveKind.SWAP) is (not move.swaps)
         self.epoch = move.epoch
         outcome = outcome_of(move, next(self.verdicts), self.capacity)
         reached = outcome_of(move, True, self.capacity).blocks
@@ -297,6 +312,14 @@ class ControllerMachine(RuleBasedStateMachine):
         del self.ids[kept:]
         self.queued, self.epochs = (MoveKind.RESTORE, levels), self.epochs + 1
 
+    @rule(pairs=st.integers(0, 2))
+    def request_swap(self, pairs: int) -> None:
+        wanted = 0 if self.move or not self.level else pairs
+        assert self.controller.request_swap([PAIR, OTHER][:pairs]) == wanted
+        if wanted:
+            self.queued, self.epochs = (MoveKind.SWAP, 0), self.epochs + 1
+            self.pairs = (PAIR, OTHER)[:pairs]
+
     @rule()
     def build_step(self) -> None:
         wanted = self.queued is not None or self.claim_sent != len(self.ids)
@@ -311,7 +334,8 @@ class ControllerMachine(RuleBasedStateMachine):
             assert command.move is None
         else:
             kind, levels = self.queued
-            assert command.move == Move(self.epochs, kind, levels, self.level, len(self.ids))
+            pairs = self.pairs if kind is MoveKind.SWAP else ()
+            assert command.move == Move(self.epochs, kind, levels, self.level, len(self.ids), pairs)
             self.queued, self.travelling = None, self.queued
         self.steps.append(command)
 
@@ -329,7 +353,7 @@ class ControllerMachine(RuleBasedStateMachine):
         move = self.controller.settle(outcome)
         assert self.travelling == (move.kind, move.levels) and move.epoch == outcome.epoch
         if outcome.ok:
-            self.level += move.levels if move.kind is MoveKind.OFFLOAD else -move.levels
+            self.level += {MoveKind.OFFLOAD: move.levels, MoveKind.RESTORE: -move.levels}.get(move.kind, 0)
         self.travelling = None
         assert self.rank.level == self.level
 
@@ -343,7 +367,8 @@ class ControllerMachine(RuleBasedStateMachine):
         offload = move is not None and move[0] is MoveKind.OFFLOAD
         assert controller.arriving_levels == (move[1] if move is not None and offload else 0)
         mapped = self.capacity.blocks_at[self.level] if self.announced else self.initial
-        assert controller.reserve_blocks == (mapped - len(self.ids) if move is None or offload else 0)
+        restore = move is not None and move[0] is MoveKind.RESTORE
+        assert controller.reserve_blocks == (0 if restore else mapped - len(self.ids))
 
     @invariant()
     def every_pool_id_is_backed(self) -> None:

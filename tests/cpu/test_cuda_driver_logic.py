@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.driver_suite import BUDGET_PAGES, DriverSuite, back, create, pattern
@@ -174,3 +175,16 @@ def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(ConfigError, match="needs cuda-bindings"):
         CudaDriver(0)
+
+
+def test_a_bound_thread_pushes_no_context(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    def back_a_page() -> None:
+        driver.bind_thread()
+        pushed = cuda.log.count("cuCtxPushCurrent")
+        back(driver, driver.reserve(PAGE), create(driver, 1, Tier.HBM), PAGE)
+        assert cuda.log.count("cuCtxPushCurrent") == pushed and "cuMemSetAccess" in cuda.log
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(back_a_page).result()
+    driver.reserve(PAGE)
+    assert cuda.log[-3:] == ["cuCtxPushCurrent", "cuMemAddressReserve", "cuCtxPopCurrent"]

@@ -448,6 +448,24 @@ def test_host_memory_does_not_change_a_bit(
 
 
 @kernels_run
+@pytest.mark.parametrize("block_m", [16, 128], ids=["some staged", "all staged"])
+@pytest.mark.parametrize("slots", [[-1, -1, -1], [8, -1, -1], [8, 9, -1]], ids=["none", "one", "two"])
+def test_no_more_is_staged_than_there_are_slots_now(block_m: int, slots: list[int]) -> None:
+    """What a captured graph holds is the address of the list, so that it can be given fewer."""
+    case = Case(tokens=36, hidden=24, intermediate=16, routing="skewed")
+    gemm = GemmLaunch(block_m, 16, 32, 4, 2)
+    launch = MoeLaunch(gemm, replace(gemm, block_m=min(block_m, 64), span=2))
+    a = make(case)
+    moved = in_records(a, torch.arange(6, device=DEVICE), spare=5, gap=48)
+    given = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    host = torch.ones(6, dtype=torch.bool, device=DEVICE)
+    got = fused_moe(**moved, host_experts=host, staging_slots=given, launch=launch)
+    assert torch.equal(got, fused_moe(**a, launch=launch))
+    written = [slot for slot in range(6, 11) if not bool(moved["w13"][slot].float().isnan().any())]
+    assert written == [slot for slot in slots if slot >= 0]
+
+
+@kernels_run
 @pytest.mark.parametrize("staged", [False, True], ids=["read in place", "staged"])
 def test_a_launch_takes_its_own_tiles_only(staged: bool) -> None:
     from vamp_kernels import down, gate_up, route

@@ -228,3 +228,12 @@ def test_a_device_without_specialised_kernels_refuses_their_launch() -> None:
     a = arguments()
     with pytest.raises(ValueError, match=r"^launch is specialised, expected compute capability 9.0"):
         fused_moe(a.hidden_states, a.w13, a.w2, a.topk_weights, a.topk_ids, launch=MoeLaunch(TALL, TALL))
+
+
+def test_a_specialised_launch_is_never_dependent() -> None:
+    """Few experts have many rows each at few tokens; ``check_specialised`` refuses the two together."""
+    limits = DEVICES["H100, H200"]
+    for experts, top_k in ((8, 2), (16, 4), (1, 1)):
+        for tokens in (16, 64, 256, 512):
+            launch = choose_launch(tokens, 4096, 1024, experts, top_k, torch.bfloat16, limits)
+            check_specialised(launch, 4096, 1024, limits)

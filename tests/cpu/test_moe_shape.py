@@ -11,7 +11,7 @@ import pytest
 
 from vamp_integration.costs import model_profile
 from vamp_integration.moe_shape import MoEShape, expert_count, moe_shape
-from vamp_integration.plan import check_plan
+from vamp_integration.plan import check_plan, slab_geometry
 from vamp_integration.settings import VampSettings
 from vamp_profiles import load_model
 from vamp_runtime.errors import ConfigError
@@ -157,9 +157,34 @@ def test_the_reserve_is_of_the_layers_with_experts(tmp_path: Path) -> None:
 
 
 def test_fp8_halves_an_expert() -> None:
-    settings = VampSettings(granule_kib=16, hardware="h200")
-    config = {**TINY, "hidden_size": 256, "moe_intermediate_size": 64}
-    for quantization, experts_a_group in ((None, 1), ("fp8", 1)):
-        level = 4 * experts_a_group * 3 * 256 * 64 * (2 if quantization is None else 1)
+    settings = VampSettings(hardware="h200", staging="off")
+    config = {**TINY, "hidden_size": 2048, "moe_intermediate_size": 512}
+    for quantization, expert_mib in ((None, 6), ("fp8", 3)):
+        level = 4 * max(expert_mib, 6) << 20  # two experts of 3 MiB are whole pages
         with pytest.raises(ConfigError, match=f"give at least {2 * level}$"):
             check_plan(settings, config, 1, 1, "cuda", quantization)
+
+
+# Experts of published models on an H200, MiB of a record with its padding, and experts of a group.
+REAL = {
+    "GLM-4.5-Air": ((4096, 1408, 2), 34, 1),
+    "GLM-4.5": ((5120, 1536, 2), 46, 1),
+    "DeepSeek-V2-Lite": ((2048, 1408, 2), 17, 2),
+    "DeepSeek-V3 in fp8": ((7168, 2048, 1), 42, 1),
+    "Mixtral-8x7B": ((4096, 14336, 2), 336, 1),
+    "OLMoE-1B-7B": ((2048, 1024, 2), 12, 1),
+    "Qwen3-30B-A3B": ((2048, 768, 2), 9, 2),
+    "Qwen3-Next-80B-A3B": ((2048, 512, 2), 6, 1),
+}
+
+
+@pytest.mark.parametrize(("sizes", "record_mib", "group"), REAL.values(), ids=REAL)
+def test_experts_of_published_models_have_groups(
+    sizes: tuple[int, int, int], record_mib: int, group: int
+) -> None:
+    hidden, intermediate, width = sizes
+    record = 3 * hidden * intermediate * width
+    geometry = slab_geometry(VampSettings(staging="off"), 2, 64, (record,), "cuda")
+    assert geometry.part_bytes == (record_mib << 20,) and geometry.group == group
+    assert geometry.padding_bytes == (record_mib << 20) - record < record // 16
+    assert geometry.extra_hbm_bytes == 2 * 64 * geometry.padding_bytes

@@ -11,6 +11,7 @@ import pytest
 from support.replay_runs import arm_run, row, write_rows
 
 from vamp_integration.cli.main import main
+from vamp_integration.lognormal import VARIABLE
 from vamp_integration.replay.arms import child_environment, engine_options, parse_arm, parse_engine_args
 from vamp_integration.replay.child import ChildSpec
 from vamp_integration.replay.run import ReplayConfig, child_spec, prepare, upper_bound_bytes
@@ -60,6 +61,15 @@ def test_an_unmodified_engine_does_not_load_the_plugin() -> None:
     assert child_environment(parent, parse_arm("vamp_paper_0.1"), 2)["VLLM_PLUGINS"] == "vamp"
     assert child_environment(parent, parse_arm("vllm"), 2)["OMP_NUM_THREADS"] == "7"
     assert child_environment({}, parse_arm("vllm"), 2)["OMP_NUM_THREADS"] == "2"
+
+
+def test_simulated_routing_is_loaded_in_every_arm() -> None:
+    def plugins(strategy: str, arm: str) -> str:
+        return child_environment({VARIABLE: strategy}, parse_arm(arm), 2)["VLLM_PLUGINS"]
+
+    assert plugins("vamp_lognormal:sigma=1", "vllm") == "vamp_benchmark_routing"
+    assert plugins("vamp_lognormal:sigma=1", "vamp_paper_0.1") == "vamp,vamp_benchmark_routing"
+    assert plugins("uniform_random", "vllm") == ""
 
 
 def test_engine_args_are_json_or_text() -> None:

@@ -14,7 +14,7 @@ from support.replay_runs import REPORT, arm_run, small_trace, turn_event
 from vamp_integration.replay.arms import parse_arm
 from vamp_integration.replay.figures import compare_tokens, figures, percentile
 from vamp_integration.replay.page import page
-from vamp_integration.replay.report import cell, check_text, summary, table_rows, write_json
+from vamp_integration.replay.report import cell, check_text, record, summary, table_rows, write_json
 from vamp_integration.replay.run import Comparison, ReplayConfig
 
 FIXED = {
@@ -128,3 +128,12 @@ def test_a_page_without_vamp_has_no_level_and_no_decisions(tmp_path: Path) -> No
 def test_summary_says_how_tokens_compare(tmp_path: Path) -> None:
     lines: list[Any] = summary(comparison(tmp_path))
     assert "output tokens of vamp_paper_0.25 and upper_bound are identical in all 6 turns" in lines
+
+
+def test_simulated_routing_is_named_first_and_in_every_row(tmp_path: Path) -> None:
+    result = comparison(tmp_path)
+    for run in result.runs:
+        run.ready["simulated_routing"] = "vamp_lognormal:sigma=1.06"
+    assert summary(result)[0].startswith("SIMULATED ROUTING (vamp_lognormal:sigma=1.06)")
+    rows = record(result, "vamp replay")["rows"]
+    assert [row["routing"] for row in rows] == ["vamp_lognormal:sigma=1.06"] * len(rows)

@@ -25,11 +25,15 @@ BAD: dict[str, list[Any]] = {
     "reserve_levels": [-1, 1.0, "1", False, None],
     "host_gib": [-0.5, math.nan, math.inf, "4", True, None],
     "home_refresh_mib": [0, -1, 1.5, "64", True, None],
+    "reselect_mib_per_s": [-0.5, math.nan, math.inf, "64", True, None],
     "record_order": [1, None, [[0, 1]], False],
     "restore": [0, 1, "true", None],
     "max_bubble_ms": [0, -1.0, math.nan, math.inf, "30", True, None],
     "max_cordon_s": [0, -1.0, math.nan, math.inf, "30", True, None],
     "moe_kernel": ["triton", "", 1, None, True],
+    "staging": ["on", "", 1, None, True],
+    "staging_mib": [-1, 1.5, "64", True, None],
+    "nvtx": [0, 1, "true", None],
     "exercise_steps": [-1, 2.0, "2", True, None],
 }
 
@@ -42,11 +46,15 @@ GOOD: dict[str, list[Any]] = {
     "reserve_levels": [0, 3],
     "host_gib": [0, 0.5, 100],
     "home_refresh_mib": [1, 4096],
+    "reselect_mib_per_s": [0, 0.5, 64],
     "record_order": ["", "order.json"],
     "restore": [True, False],
     "max_bubble_ms": [0.1, 60],
     "max_cordon_s": [0.1, 60],
     "moe_kernel": ["vllm", "vamp"],
+    "staging": ["auto", "off", "region"],
+    "staging_mib": [0, 1536],
+    "nvtx": [True, False],
     "exercise_steps": [0, 1],
 }
 

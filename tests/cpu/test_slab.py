@@ -16,7 +16,8 @@ from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.homes import HomeSlots
 from vamp_runtime.memory.host import HostDriver
-from vamp_runtime.memory.ledger import OwnerKind, PageLedger
+from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.records import staging_owner
 from vamp_runtime.memory.slab import ExpertSlab
 
 PAGE = 4096
@@ -108,6 +109,39 @@ def test_no_host_room_is_an_error_that_knows_a_way() -> None:
     fitting = SlabGeometry.plan(2, 9, geometry.part_bytes, PAGE, ratio)
     assert fitting.max_level == 2, "two levels of two pages fit into five"
     ExpertSlab(driver, ledger, fitting)
+    driver.close()
+
+
+def test_all_layers_share_the_staging_pages(driver: HostDriver) -> None:
+    rig = build_rig(driver, RECORDS)
+    geometry, slab = rig.geometry, rig.slab
+    assert geometry.staging_records == 8 and rig.ledger.count(OwnerKind.STAGING, Tier.HBM) == 4
+    for slot in range(geometry.own_slots, geometry.home_slot_base):
+        data = bytes([slot]) * geometry.expert_bytes
+        driver.write(slab.address(0, 0, slot), data)
+        assert driver.read(slab.address(1, 0, slot), len(data)) == data
+    rig.check()
+    rig.moved(rig.boundary.offload(2))
+    rig.close()
+    assert driver.usage() == EMPTY and rig.ledger.total(Tier.HBM) == 0
+
+
+def test_lost_staging_pages_are_noticed(driver: HostDriver) -> None:
+    rig = build_rig(driver, RECORDS)
+    page = rig.ledger.pages(staging_owner(1))[0]
+    rig.ledger.move(page, staging_owner(1), Owner(OwnerKind.FREE))
+    with pytest.raises(IntegrityError, match="staging group 1 has lost pages"):
+        rig.slab.check_integrity()
+
+
+def test_no_room_to_stage_is_an_error_that_knows_a_way() -> None:
+    geometry = RECORDS.slab(PAGE)
+    pages = geometry.layers * geometry.groups + 3
+    driver = HostDriver(PAGE, {Tier.HBM: pages * geometry.page_bytes, Tier.HOST: 1 << 30})
+    ledger = PageLedger(geometry.page_bytes)
+    with pytest.raises(ConfigError, match=r"staging_mib: staging needs 49152 bytes .*; 0 would work"):
+        ExpertSlab(driver, ledger, geometry)
+    assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == 0
     driver.close()
 
 

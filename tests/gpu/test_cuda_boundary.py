@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, FaultSuite, move
+from support.boundary_suite import OFFLOAD, RESTORE, SWAP, BoundarySuite, FaultSuite, move, swaps
 from support.rigs import RECORDS, Rig, build_rig
 
 from vamp_runtime.memory.cuda import CudaDriver
@@ -42,6 +42,7 @@ def test_kernels_read_the_same_experts_at_every_level(driver: CudaDriver) -> Non
     loaded = [own_records(rig, layer).clone() for layer in range(RECORDS.layers)]
     for walk in (
         lambda: rig.boundary.offload(2),
+        lambda: rig.boundary.swap(swaps(rig.boundary)),
         lambda: rig.boundary.offload(1),
         lambda: rig.boundary.restore(3),
     ):
@@ -54,7 +55,7 @@ def test_a_move_waits_for_kernels_queued_before_its_redirect(driver: CudaDriver)
     """A kernel still to run reads HBM pages that are about to leave: it must see experts, not KV zeros."""
     rig = build_rig(driver, RECORDS)
     loaded = own_records(rig, 0).clone()
-    for kind in (OFFLOAD, RESTORE):
+    for kind in (OFFLOAD, SWAP, RESTORE):
         torch.cuda._sleep(500_000_000)
         read = own_records(rig, 0).clone()
         rig.boundary.request(move(rig.boundary, kind, 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +20,8 @@ pytestmark = [
 
 # One expert is 1.5 MiB, as Qwen3-Next's at four ranks: four of them share the three granules of a group.
 ENGINE = {"enforce_eager": False, "max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton"}
-KV_MIB = 96
+# 96 of them go to staging, 32 experts twice.
+KV_MIB = 96 + 96
 OWN_KERNEL = {"vamp": {"moe_kernel": "vamp"}}
 
 
@@ -71,10 +74,55 @@ def test_moves_leave_every_token_of_our_kernel(model: Path) -> None:
     assert moved["results"] == still["results"]
 
 
-def test_levels_go_back_while_running_and_idle(model: Path) -> None:
+def test_the_oracle_notices_corruption_under_our_kernel(model: Path) -> None:
+    run = run_scenario("corrupted", model, kv_mib=KV_MIB, **OWN_KERNEL, **WORKS["corruption"], **ENGINE)
+    assert run["level"] == run["max_level"] > 0 and run["bytes_moved"] > 0
+    assert run["sound"] == run["again"]
+    assert run["expert"][0]["tokens"] != run["sound"][0]["tokens"]
+    assert run["block"][0]["tokens"] != run["sound"][0]["tokens"]
+
+
+@pytest.mark.parametrize("kernel", ["vllm", "vamp"])
+def test_levels_go_back_while_running_and_idle(model: Path, kernel: str) -> None:
     """Sessions of more tokens together than the pool and a level hold."""
-    sessions = {"kv_mib": 48, "count": 60, "length": 1200, "max_num_batched_tokens": 2048}
+    sessions = {"kv_mib": 48 + 96, "count": 60, "length": 1200, "max_num_batched_tokens": 2048}
+    sessions["vamp"] = {"moe_kernel": kernel}  # type: ignore[assignment]
     result = run_scenario("shrinking", model, **{**ENGINE, **sessions})
     assert result["level"] > 0 and result["grown"] > result["initial"]
     assert result["began"] and result["idle"] == 0 and result["pool_after"] == result["initial"]
     assert result["report_failed_moves"] == 0
+
+
+ROUTING = "vamp_lognormal:sigma=1.06,tilt=0,shared=0,seed=3"
+
+
+def test_simulated_routing_is_skewed_in_captured_graphs_and_alike_in_both_engines(model: Path) -> None:
+    options = {"enable_prefix_caching": False, "routing": ROUTING, **ENGINE}
+    plain = run_scenario("oracle", model, works=[WORKS["order"]], kv_mib=1024, **options)["works"][0]
+    run = run_scenario("exercised", model, kv_mib=KV_MIB, **WORKS["order"], **options)
+    assert run["moves"] >= 30 and run["results"] == plain
+    for hits in run["hits"]:
+        logs = [math.log(max(count, 0.5)) for count in hits]
+        assert abs(statistics.pstdev(logs) - 1.06) < 0.25, statistics.pstdev(logs)
+
+
+@pytest.mark.parametrize("kernel", ["vllm", "vamp"])
+def test_groups_follow_the_traffic_and_no_token_changes(model: Path, kernel: str) -> None:
+    """The domain changes under captured graphs; each kernel is held against itself without swaps."""
+    work = {"seed": 4, "count": 4, "length": 400, "max_tokens": 64}
+    vamp = {"max_offload_ratio": 0.34, "restore": False, "moe_kernel": kernel}
+    still, run = (
+        run_scenario(
+            "reselecting",
+            model,
+            routing=ROUTING,
+            work=work,
+            vamp={**vamp, "reselect_mib_per_s": rate},
+            kv_mib=KV_MIB,
+            **ENGINE,
+        )
+        for rate in (0, 10_000)
+    )
+    assert run["results"] == still["results"]
+    assert run["moves_by_kind"]["swap"] >= 3 and run["failed_moves"] == 0
+    assert run["level"] == run["max_level"] > 0 and run["last_share"] < run["first_share"] - 0.05

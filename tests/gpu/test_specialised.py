@@ -141,6 +141,33 @@ def test_a_graph_follows_the_routing(launch: MoeLaunch) -> None:
 
 
 @launches
+def test_a_graph_follows_the_mask(launch: MoeLaunch) -> None:
+    """Nothing to copy, few, many or more than there are slots: as many programs as are left do every item."""
+    g = torch.Generator("cuda").manual_seed(0)
+    experts, staging = 32, 6
+    a = layer(skewed(4000, experts, 4, 0.5, g), experts, 256)
+    want = fused_moe(**a, launch=launch)
+    for name in ("w13", "w2"):
+        a[name] = torch.cat([a[name], torch.full_like(a[name][:staging], math.nan)])
+    host = torch.zeros(experts, dtype=torch.bool, device="cuda")
+    slots = torch.arange(experts, experts + staging, dtype=torch.int32, device="cuda")
+    a |= {"slot_table": torch.arange(experts, dtype=torch.int32, device="cuda"), "host_experts": host}
+    a |= {"staging_slots": slots, "workspace": Workspace(torch.device("cuda")), "launch": launch}
+    out = torch.empty_like(want)
+    fused_moe(**a, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused_moe(**a, out=out)
+    for count in (0, 1, staging, experts, 0):
+        host.fill_(False)
+        host[torch.randperm(experts, generator=g, device="cuda")[:count]] = True
+        a["w13"][experts:].fill_(math.nan)
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+@launches
 @pytest.mark.parametrize(("experts", "intermediate"), [(64, 512), (512, 128)])
 def test_many_random_routings(launch: MoeLaunch, experts: int, intermediate: int) -> None:
     g = torch.Generator("cuda").manual_seed(0)

@@ -13,15 +13,28 @@ from vamp_runtime.errors import DriverError, IntegrityError, StateLost
 from vamp_runtime.memory.agreement import Vote
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind
 from vamp_runtime.memory.driver import DriverUsage, MemoryDriver, Tier
+from vamp_runtime.memory.ledger import Owner, OwnerKind
+from vamp_runtime.memory.move import Swap
 
-OFFLOAD, RESTORE = MoveKind.OFFLOAD, MoveKind.RESTORE
+OFFLOAD, RESTORE, SWAP = MoveKind.OFFLOAD, MoveKind.RESTORE, MoveKind.SWAP
 EVERY_CALL = CALLS | {"mark", "wait"}
 EMPTY = DriverUsage(reservations=0, mappings=0, handles=0)
 
 
 def move(boundary: Boundary, kind: MoveKind, levels: int, claimed: int | None = None) -> Move:
+    """The next move of ``levels`` levels, or a swap in every layer where groups can be swapped."""
     blocks = boundary.region.claimed if claimed is None else claimed
-    return Move(boundary.epoch + 1, kind, levels, boundary.slab.level, blocks)
+    if kind is not SWAP:
+        return Move(boundary.epoch + 1, kind, levels, boundary.slab.level, blocks)
+    return Move(boundary.epoch + 1, kind, 0, boundary.slab.level, blocks, swaps(boundary))
+
+
+def swaps(boundary: Boundary) -> tuple[Swap, ...]:
+    """In every layer, the coldest group that may leave for the one that left first."""
+    slab = boundary.slab
+    return tuple(
+        Swap(layer, slab.ready(layer, 1)[0], slab.out(layer)[0]) for layer in range(slab.geometry.layers)
+    )
 
 
 def reverse_coldness(rig: Rig) -> None:
@@ -88,7 +101,33 @@ REFUSALS: dict[str, tuple[Callable[[Rig], Move], str]] = {
         lambda rig: dataclasses.replace(move(rig.boundary, OFFLOAD, 1), level_before=0),
         "level",
     ),
+    "nothing to swap": (lambda rig: dataclasses.replace(move(rig.boundary, SWAP, 0), swaps=()), "0 pairs"),
+    "a swap that offloads": (
+        lambda rig: dataclasses.replace(move(rig.boundary, SWAP, 0), levels=1),
+        "1 levels and 2 pairs",
+    ),
+    "an offload that swaps": (
+        lambda rig: dataclasses.replace(move(rig.boundary, OFFLOAD, 1), swaps=swaps(rig.boundary)),
+        "1 levels and 2 pairs",
+    ),
+    "no such layer": (lambda rig: swapping(rig, layer=2), "layers [0, 2]"),
+    "a layer twice": (lambda rig: swapping(rig, layer=0), "layers [0, 0]"),
+    "a group that is in": (lambda rig: swapping(rig, returning=0), "layer 1: group 0 is not out"),
+    "a group that is out": (
+        lambda rig: swapping(rig, leaving=rig.slab.out(1)[0]),
+        "is not in HBM with a valid home",
+    ),
+    "a group without home": (lambda rig: swapping(rig, leaving=0), "layer 1: group 0 is not in HBM with"),
+    "no such group": (lambda rig: swapping(rig, leaving=99), "layer 1: group 99 is not in HBM with"),
 }
+
+
+def swapping(rig: Rig, **changes: int) -> Move:
+    """A swap in both layers, the second with ``changes``."""
+    first, second = swaps(rig.boundary)
+    return dataclasses.replace(
+        move(rig.boundary, SWAP, 0), swaps=(first, dataclasses.replace(second, **changes))
+    )
 
 
 class BoundarySuite(RigSuite):
@@ -113,6 +152,46 @@ class BoundarySuite(RigSuite):
         assert rig.kv_pages() == kv
         # Pages are interchangeable: which of them lies behind a group now is free to differ.
         assert dataclasses.replace(rig.snapshot(), owners=before.owners) == before
+
+    def test_a_swap_gives_a_groups_pages_to_another(self, rig: Rig) -> None:
+        rig.moved(rig.boundary.offload(2))
+        rig.dirty_kv()
+        before, kv, pairs = rig.snapshot(), rig.kv_pages(), swaps(rig.boundary)
+        stays = [rig.slab.out(layer)[1] for layer in range(rig.geometry.layers)]
+        outcome = rig.moved(rig.boundary.swap(pairs))
+        assert (outcome.level, outcome.blocks, outcome.reason) == (2, rig.region.blocks, "")
+        assert outcome.bytes_moved == outcome.copied_bytes == len(pairs) * rig.geometry.group_bytes
+        for layer, leaving, returning in map(dataclasses.astuple, pairs):
+            # In the place of the one that returned: what left last still returns first.
+            assert rig.slab.out(layer) == (leaving, stays[layer])
+            old = before.owners[Owner(OwnerKind.EXPERT, layer, leaving)]
+            assert rig.ledger.pages(Owner(OwnerKind.EXPERT, layer, returning)) == old
+            wanted = {*rig.slab.experts_of(layer, leaving), *rig.slab.experts_of(layer, stays[layer])}
+            assert away(rig, layer) == wanted
+        after = rig.snapshot()
+        assert (rig.kv_pages(), after.usage, after.experts) == (kv, before.usage, before.experts)
+        rig.moved(rig.boundary.restore(2))
+
+    def test_some_layers_may_swap_alone(self, rig: Rig) -> None:
+        rig.moved(rig.boundary.offload(1))
+        out = [rig.slab.out(layer) for layer in range(rig.geometry.layers)]
+        pair = swaps(rig.boundary)[1]
+        rig.moved(rig.boundary.swap([pair]))
+        assert [rig.slab.out(layer) for layer in range(rig.geometry.layers)] == [out[0], (pair.leaving,)]
+
+    def test_a_spare_home_lets_groups_swap_at_the_highest_level(
+        self, driver: MemoryDriver, shape: Shape
+    ) -> None:
+        rig = build_rig(driver, dataclasses.replace(shape, spare_homes=1))
+        top = shape.slab(driver.granularity).max_level
+        assert (rig.geometry.max_level, rig.geometry.home_slots) == (top, top + 1)
+        rig.moved(rig.boundary.offload(top))
+        assert not rig.boundary.offload(1).ok
+        for _ in range(3):
+            rig.moved(rig.boundary.swap(swaps(rig.boundary)))
+            reverse_coldness(rig)
+            rig.slab.refresh_homes(1 << 40)
+        rig.moved(rig.boundary.restore(top))
 
     def test_restored_experts_do_not_depend_on_what_kv_wrote(self, rig: Rig) -> None:
         rig.moved(rig.boundary.offload(3))
@@ -345,7 +424,7 @@ class FaultSuite(RigSuite):
             assert faulty.usage() == EMPTY
         assert not fired, "the loop ends with a move that nothing refused"
         wanted = {"mark", "wait", "unmap", "map", "set_access", "synchronize"}
-        wanted.add("zero" if kind is OFFLOAD else "copy")
+        wanted.add("zero" if kind is OFFLOAD else "copy")  # a swap copies, and leaves KV pages alone
         assert refused == wanted or (self.step > 1 and refused < wanted)
 
     @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])

@@ -22,7 +22,7 @@ class DeferringDriver:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         ranges = [range(target, target + nbytes), range(source, source + nbytes)]
         self._queue.append((lambda: self._inner.copy(target, source, nbytes), ranges))
 

@@ -109,6 +109,7 @@ def arm_run(name: str = "vllm", ttft_s: float = 2.0, vamp: dict[str, Any] | None
         "blocks": 40,
         "block_tokens": 256,
         "expert_bytes": 4 << 20,
+        "simulated_routing": "",
     }
     about = {"layers": 4, "tp": 1, "device": "a <CPU>", "versions": {"python": "3.11", "vllm": "0.32.0"}}
     end = {"seconds": 8.0, "start": 100.0, "preemptions": 1, "evictions": 9, "vamp": vamp}

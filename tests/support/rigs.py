@@ -28,10 +28,14 @@ class Shape:
     ratio: float
     positions: int
     pages: int = 8
+    staging: int = 0
+    spare_homes: int = 0
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
-        return SlabGeometry.plan(self.layers, self.experts, parts, granularity, self.ratio)
+        return SlabGeometry.plan(
+            self.layers, self.experts, parts, granularity, self.ratio, self.staging, self.spare_homes
+        )
 
     def kv(self, slab: SlabGeometry) -> KVGeometry:
         """Room for all levels; a block is 3/5 of a page, so that blocks and pages end apart."""
@@ -40,8 +44,8 @@ class Shape:
         return KVGeometry(self.positions, block, stride, stride // block, slab.page_bytes)
 
 
-# One record per expert, two experts to a group of one page, a short last group; one KV tail.
-RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, positions=1)
+# One record per expert, two experts to a group of one page, a short last group, staging; one KV tail.
+RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, positions=1, staging=8)
 # Dense w13 and w2, a group of three pages for each expert; a KV tail for each of three positions.
 DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
 SHAPES = (RECORDS, DENSE)
@@ -99,6 +103,7 @@ class Rig:
             Owner(OwnerKind.EXPERT, la, group) for la in layers for group in range(self.geometry.groups)
         ]
         homes = [Owner(OwnerKind.HOME, la, home) for la in layers for home in range(self.geometry.home_slots)]
+        homes += [Owner(OwnerKind.STAGING, index=group) for group in range(self.geometry.staging_groups)]
         return Snapshot(
             owners={owner: self.ledger.pages(owner) for owner in (*kinds, *groups, *homes)},
             usage=self.driver.usage(),

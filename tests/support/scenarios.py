@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import multiprocessing
 import os
 import random
@@ -28,9 +29,11 @@ EAGER = str(Path(__file__).parents[1] / "data" / "eager.toml")
 class Rig:
     """An in-process engine, its scheduler and worker, and a step loop with a hook."""
 
-    def __init__(self, model: str, *, vamp: dict[str, Any] | None, **options: Any) -> None:
+    def __init__(self, model: str, *, vamp: dict[str, Any] | None, routing: str = "", **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        if routing:
+            _simulate(routing)
         if vamp is not None:
             options |= {
                 "load_format": "vamp",
@@ -98,6 +101,8 @@ class Rig:
 
     def check(self) -> None:
         """Every invariant that scheduler and worker can see together."""
+        if self.worker._mover.busy:
+            self.engine.engine_core.engine_core.step_fn()  # a step without tokens waits for it
         boundary, controller = self.worker._boundary, self.scheduler.arbiter.controller
         boundary.check_integrity()
         boundary.slab.verify_all()
@@ -120,6 +125,15 @@ class Rig:
         for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             for blocks in manager.req_to_blocks.values():
                 self.highest_id = max([self.highest_id, *(block.block_id for block in blocks)])
+
+
+def _simulate(routing: str) -> None:
+    """Route as the strategy of this name says, as an engine started with it in its environment would."""
+    from vamp_integration import benchmark_routing
+    from vamp_integration.lognormal import VARIABLE
+
+    os.environ[VARIABLE] = routing
+    benchmark_routing.register()
 
 
 def _blocks(entry: Any) -> list[Any]:
@@ -152,7 +166,115 @@ def exercised(
     for prompt in prompts(seed, count, length):
         results += rig.generate([prompt], max_tokens)
         rig.check()
-    return {"results": results, "initial": initial, "highest_id": rig.highest_id, **rig.report()}
+    hits = rig.worker._memory.hits.tolist()
+    return {
+        "results": results,
+        "initial": initial,
+        "highest_id": rig.highest_id,
+        "hits": hits,
+        **rig.report(),
+    }
+
+
+def new_domain(model: str, routing: str, kv_mib: int, **work: int) -> Any:
+    """Simulated routing whose domain changes while the engine runs; hits in each half."""
+    extension = "vamp_integration.benchmark_routing.RoutingDomain"
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.25},
+        routing=routing,
+        kv_cache_memory_bytes=kv_mib * MIB,
+        worker_extension_cls=extension,
+    )
+    halves = []
+    for domain in (0, 1):
+        rig.engine.collective_rpc("set_routing_domain", args=(domain,))
+        rig.worker._memory.hits.zero_()
+        _one_by_one(rig, **work)
+        halves.append(rig.worker._memory.hits.tolist())
+    return {"halves": halves}
+
+
+def reselecting(
+    model: str,
+    routing: str,
+    work: dict[str, int],
+    vamp: dict[str, Any] | None,
+    kv_mib: int,
+    refuse_every: int = 0,
+    **options: Any,
+) -> Any:
+    """A third of the experts out, chosen on one domain, and then another domain served, one work after the
+    other. ``refuse_every``: the driver refuses one call of every so many moves, a later one each time."""
+    drivers = _faulty_drivers() if refuse_every else []
+    rig = Rig(
+        model,
+        vamp=vamp,
+        routing=routing,
+        kv_cache_memory_bytes=kv_mib * MIB,
+        enable_prefix_caching=False,
+        worker_extension_cls="vamp_integration.benchmark_routing.RoutingDomain",
+        **options,
+    )
+    if vamp is None:
+        first = _one_by_one(rig, **work)
+        rig.engine.collective_rpc("set_routing_domain", args=(1,))
+        return {"results": first + _one_by_one(rig, **work)}
+    rig.worker.home_refresh_steps = 8
+    arbiter, boundary, hits = rig.scheduler.arbiter, rig.worker._boundary, rig.worker._memory.hits
+    # Counts first, so that what leaves is what the first domain uses least.
+    results = _one_by_one(rig, **work)
+    arbiter.want(arbiter.controller.max_level)
+    rig.generate(prompts(9, 1, 32), 16)
+    rig.settle()
+    rig.check()
+    run, turn = boundary.run, iter(range(1, 1_000_000))
+
+    def run_with_fault(move: Any) -> Any:
+        number = next(turn)
+        drivers[0].arm(number // refuse_every if number % refuse_every == 0 else 0)
+        outcome = run(move)
+        drivers[0].arm(0)
+        boundary.check_integrity()
+        return outcome
+
+    if refuse_every:
+        boundary.run = run_with_fault
+    first_out = [boundary.slab.out(layer) for layer in range(boundary.slab.geometry.layers)]
+    rig.engine.collective_rpc("set_routing_domain", args=(1,))
+    hits.zero_()
+    results += _one_by_one(rig, **work)
+    rig.settle()
+    rig.check()
+    counts = hits.tolist()
+    last_out = [boundary.slab.out(layer) for layer in range(boundary.slab.geometry.layers)]
+
+    def share(out: list[tuple[int, ...]]) -> float:
+        """Of the second domain's selections, those of experts that are out."""
+        away = [
+            counts[layer][e]
+            for layer, groups in enumerate(out)
+            for group in groups
+            for e in boundary.slab.experts_of(layer, group)
+        ]
+        return sum(away) / sum(map(sum, counts))
+
+    return {
+        "results": results,
+        "first_share": share(first_out),
+        "last_share": share(last_out),
+        "pool_blocks": arbiter.pool.num_gpu_blocks,
+        **rig.report(),
+    }
+
+
+def profiled(model: str, prompts: str, output: str, max_tokens: int) -> Any:
+    """``vamp profile-routing`` in this process."""
+    from vamp_integration.cli.profile_routing import profile_routing
+
+    engine = ["max_model_len=512", f"kv_cache_memory_bytes={8 * MIB}", "dtype=bfloat16"]
+    profile_routing(model, Path(prompts), None, Path(output), max_tokens, engine, ["model=tiny-qwen3-next"])
+    return {"done": True}
 
 
 def families(model: str, work: dict[str, int], kv_mib: int, **options: Any) -> Any:
@@ -221,7 +343,7 @@ def corrupted(
     """Everything offloaded that may be; one offloaded expert is spoilt, then one block on a moved page."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         enable_prefix_caching=False,
         **options,
@@ -391,7 +513,7 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     """Grow on demand, then take everything back while a request runs, idle, and with growth in between."""
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False, **options.pop("vamp", {})},
         kv_cache_memory_bytes=kv_mib * MIB,
         **options,
     )
@@ -433,6 +555,75 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     log["again"] = rig.generate(sessions[:2], 8)
     rig.check()
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
+
+
+def reconfigured(model: str, kv_mib: int) -> Any:
+    """Levels held whatever the demand, then a bound below the one at start, then homes by use."""
+    from vamp_integration import configure
+    from vamp_runtime.errors import ConfigError
+
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        kv_cache_memory_bytes=kv_mib * MIB,
+    )
+    scheduler, controller = rig.scheduler, rig.scheduler.arbiter.controller
+    pool = scheduler.kv_cache_manager.block_pool
+    sessions = prompts(12, 8, 700)
+    log: dict[str, Any] = {"initial": pool.num_gpu_blocks, "refused": []}
+
+    def refused(function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except ConfigError as error:
+            log["refused"].append(str(error))
+
+    refused(configure.hold, scheduler, 1)
+    rig.generate(sessions[:1], 2)
+    refused(configure.hold, scheduler, controller.capacity.max_level + 1)
+    refused(configure.configure, scheduler, {"moe_kernel": "vamp"})
+    refused(configure.configure, scheduler, {"max_offload_ratio": 0.75})
+
+    def serve() -> int:
+        for session in sessions:
+            rig.generate([session], 2)
+        rig.settle()
+        rig.check()
+        return controller.level
+
+    def hold(level: int) -> int:
+        scheduler.reset_prefix_cache()
+        configure.hold(scheduler, level)
+        rig.settle()
+        return serve()
+
+    log["held"], log["pool_held"] = hold(3), pool.num_gpu_blocks
+    top_k = scheduler.vllm_config.model_config.hf_text_config.num_experts_per_tok
+    log["host_bytes"] = [configure.host_bytes(rig.worker, tokens, top_k) for tokens in (1, 1000)]
+    log["held_at_0"], log["pool_at_0"] = hold(0), pool.num_gpu_blocks
+    log["host_bytes_at_0"] = configure.host_bytes(rig.worker, 8, top_k)
+    configure.configure(scheduler, {"max_offload_ratio": 2 / 32, "policy": EAGER})
+    configure.release(scheduler)
+    log["bounded"] = serve()
+    hold(0)
+    hits = rig.worker._memory.hits.tolist()
+    log["copied"] = configure.follow_coldest(rig.worker)
+    slab = rig.worker._memory.slab
+    homed = [[e for g in slab.ready(layer, 99) for e in slab.experts_of(layer, g)] for layer in range(4)]
+    log["homed"] = [[hits[layer][e] for e in experts] for layer, experts in enumerate(homed)]
+    log["hits"] = hits
+    rig.check()
+    return {**log, "report": rig.report()}
+
+
+def serve_benchmark(model: str, argv: list[str]) -> Any:
+    """``bench/serve_h200.py`` with these arguments; its exit code."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    import serve_h200
+
+    return {"code": serve_h200.main(argv)}
 
 
 class _FlakyOnRankOne(FaultyDriver):
@@ -497,10 +688,42 @@ def two_ranks(model: str, fault: str) -> Any:
         return {"error": f"{type(error).__name__}: {error}", **rig.report()}
 
 
+def two_ranks_swap(model: str, routing: str, vamp: dict[str, Any] | None, **work: int) -> Any:
+    """Tensor parallel over two processes; the domain of simulated routing changes half-way."""
+    from vllm.v1.executor import multiproc_executor
+
+    from vamp_integration import worker
+
+    # Forked ranks have what is replaced here; the CPU platform would spawn them.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    worker.VampWorkerMixin.home_refresh_steps = 8
+    rig = Rig(
+        model,
+        vamp=vamp,
+        routing=routing,
+        kv_cache_memory_bytes=(3 if vamp else 64) * MIB,
+        enable_prefix_caching=False,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls="vamp_integration.benchmark_routing.RoutingDomain",
+    )
+    results = _one_by_one(rig, **work)
+    if vamp is not None:
+        rig.scheduler.arbiter.want(rig.scheduler.arbiter.controller.max_level)
+    rig.engine.collective_rpc("set_routing_domain", args=(1,))
+    results += _one_by_one(rig, **work)
+    return {"results": results, **(rig.report() if vamp is not None else {})}
+
+
 def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: str) -> None:
-    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``."""
+    """Body of a scenario's process: its output goes to ``log``, its result through ``sender``.
+
+    ``name`` is of a function here, or ``module.function`` of a module beside this one.
+    """
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    sender.send(globals()[name](model, **spec))
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(f"support.{module}"), function) if module else globals()[name]
+    sender.send(found(model, **spec))
     sender.close()

@@ -176,7 +176,7 @@ def test_our_kernel_is_given_the_slots_of_the_slab(monkeypatch: pytest.MonkeyPat
     _own_kernel(slab, [layer], torch.zeros(1, experts, dtype=torch.int64))
     seen: list[dict[str, Any]] = []
 
-    def reference(*args: Any, workspace: Any, **named: Any) -> torch.Tensor:
+    def reference(*args: Any, workspace: Any, after_wait: bool, **named: Any) -> torch.Tensor:
         arguments = MoeArguments(*args, out=torch.empty_like(args[0]), **named)
         check_for_kernels(arguments)
         seen.append(named)
@@ -207,7 +207,7 @@ class _Engine:
     """As vLLM's worker does, the warm-up takes steps through ``execute_model``."""
 
     def compile_or_warm_up_model(self) -> str:
-        self.warm_up_output = self.execute_model(SimpleNamespace())
+        self.warm_up_output = self.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
         return "times"
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput:
@@ -222,10 +222,12 @@ def test_the_warm_up_takes_no_report_away() -> None:
     worker = _Worker()
     worker._capacity_report = CAPACITY
     worker._memory = SimpleNamespace(hits=torch.ones(1, 2))  # type: ignore[assignment]
+    worker._mover = SimpleNamespace(busy=False, finish=lambda wait: None)  # type: ignore[assignment]
     assert worker.compile_or_warm_up_model() == "times"
     assert get_report(worker.warm_up_output) is None and not worker._memory.hits.any()
-    assert get_report(worker.execute_model(SimpleNamespace())) is CAPACITY
-    assert get_report(worker.execute_model(SimpleNamespace())) is None
+    step = SimpleNamespace(total_num_scheduled_tokens=1)
+    assert get_report(worker.execute_model(step)) is CAPACITY
+    assert get_report(worker.execute_model(step)) is None
 
 
 def test_our_kernel_needs_a_gpu() -> None:

@@ -1,0 +1,258 @@
+"""Growth and restore at the size of a real model, without an engine: how long, and what steps notice.
+
+    python bench/moves.py --json moves.json
+
+Builds slab, homes and KV region as the GPU engine does and moves levels in turn, three ways: ``inline``, on
+the thread of the steps; ``beside``, on a thread of its own while the device is idle; and ``beside_steps``,
+while the main thread replays a CUDA graph of ``--step-ms`` and works in Python for ``--python-ms`` a step, as
+an engine's scheduler and model runner do. The bubble of a move is the time that its steps took beyond as many
+median steps. Needs an NVIDIA GPU; figures are of this process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from device_time import driver_version
+from moe_report import git_commit
+from rich.console import Console
+from rich.table import Table
+
+from vamp_runtime.memory.agreement import SoleRank
+from vamp_runtime.memory.boundary import Boundary, Move, MoveKind
+from vamp_runtime.memory.cuda import CudaDriver
+from vamp_runtime.memory.geometry import KVGeometry, SlabGeometry
+from vamp_runtime.memory.kv_region import KVRegion
+from vamp_runtime.memory.ledger import PageLedger
+from vamp_runtime.memory.mover import Mover
+from vamp_runtime.memory.slab import ExpertSlab
+
+MIB = 1 << 20
+MODES = ("inline", "beside", "beside_steps")
+
+
+@dataclass(frozen=True)
+class MoveTime:
+    """One move, milliseconds: from request to publish, steps' excess, and of the driver's own calls."""
+
+    mode: str
+    kind: str
+    total: float
+    bubble: float
+    driver: float
+
+
+class Rank:
+    """Slab, homes, region and boundary of one GPU, without weights."""
+
+    def __init__(self, layers: int, experts: int, expert_mib: float, ratio: float, kv_mib: int) -> None:
+        self.driver = CudaDriver(0, compute_stream=lambda: torch.cuda.current_stream().cuda_stream)
+        part = (int(expert_mib * MIB),)
+        self.geometry = SlabGeometry.plan(layers, experts, part, self.driver.granularity, ratio)
+        page = self.geometry.page_bytes
+        ledger = PageLedger(page)
+        self.slab = ExpertSlab(self.driver, ledger, self.geometry)
+        self.slab.refresh_homes(1 << 60)
+        pages = kv_mib * MIB // page
+        most = pages + self.geometry.max_level * self.geometry.pages_per_level
+        kv = KVGeometry(1, page, most * page, most, page)
+        self.region = KVRegion(self.driver, ledger, kv, pages=pages)
+        self.boundary = Boundary(self.slab, self.region, SoleRank(), self.driver)
+        self.driver_s = 0.0
+        self.calls: dict[str, list[float]] = {}
+        plain = self.driver._api.plain
+
+        def clocked(name: str, *args: object) -> Any:
+            begin = time.perf_counter()
+            try:
+                return plain(name, *args)
+            finally:
+                taken = time.perf_counter() - begin
+                if name != "cuEventSynchronize":  # that is waiting for the steps before
+                    self.driver_s += taken
+                self.calls.setdefault(name, []).append(taken * 1e6)
+
+        self.driver._api.plain = clocked  # type: ignore[method-assign]
+
+    def next(self, kind: MoveKind, levels: int) -> Move:
+        return Move(self.boundary.epoch + 1, kind, levels, self.slab.level, self.region.claimed)
+
+
+class Steps:
+    """An engine's loop in miniature: one graph replay ahead of the device, some Python in between."""
+
+    def __init__(self, step_ms: float, python_ms: float) -> None:
+        self.python_s = python_ms / 1e3
+        x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty_like(x)
+        for _ in range(3):
+            torch.mm(x, x, out=y)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(20):
+            torch.mm(x, x, out=y)
+        end.record()
+        end.synchronize()
+        products = max(1, round(step_ms * 20 / begin.elapsed_time(end)))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(products):
+                torch.mm(x, x, out=y)
+        self.before: torch.cuda.Event | None = None
+
+    def one(self, at_the_top: Callable[[], object]) -> float:
+        """A step; its seconds."""
+        begin = time.perf_counter()
+        at_the_top()
+        self.graph.replay()
+        done = torch.cuda.Event()
+        done.record()
+        until = time.perf_counter() + self.python_s
+        while time.perf_counter() < until:
+            pass
+        if self.before is not None:
+            self.before.synchronize()
+        self.before = done
+        return time.perf_counter() - begin
+
+
+def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | None) -> MoveTime:
+    """One move in one mode."""
+    slots = torch.empty(rank.geometry.layers, rank.geometry.experts, dtype=torch.int32, device="cuda")
+
+    def to_device() -> None:
+        slots.copy_(torch.tensor(rank.slab.slot_table, dtype=torch.int32).pin_memory(), non_blocking=True)
+
+    def end_process() -> None:
+        raise SystemExit("a move failed")
+
+    mover = Mover(rank.boundary, to_device, end_process, rank.driver.bind_thread, beside=mode != "inline")
+    move = rank.next(kind, levels)
+    rank.driver_s, bubble = 0.0, 0.0
+    if steps is None:
+        begin = time.perf_counter()
+        mover.start(move)
+        bubble = time.perf_counter() - begin
+        outcome = mover.finish(wait=True)
+    else:
+        usual = statistics.median([steps.one(lambda: None) for _ in range(40)])
+        taken = [steps.one(lambda: mover.start(move))]
+        outcome = None
+        while outcome is None:
+            found: list[Any] = []
+            taken.append(steps.one(lambda found=found: found.append(mover.finish())))
+            outcome = found[0]
+        taken += [steps.one(lambda: None) for _ in range(2)]
+        bubble = sum(taken) - len(taken) * usual
+    assert outcome is not None and outcome.ok, outcome
+    return MoveTime(mode, kind.value, outcome.seconds * 1e3, bubble * 1e3, rank.driver_s * 1e3)
+
+
+def rows(
+    found: list[MoveTime], rank: Rank, levels: int, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """One row per mode and direction."""
+    for mode in MODES:
+        for kind in MoveKind:
+            some = [time for time in found if time.mode == mode and time.kind == kind.value]
+            if not some:
+                continue
+            row: dict[str, Any] = {"operation": kind.value, "mode": mode, "levels": levels}
+            row["mib"] = levels * rank.geometry.pages_per_level * rank.geometry.page_bytes // MIB
+            row["groups"] = levels * rank.geometry.layers
+            row["step_ms"] = arguments.step_ms if mode == "beside_steps" else 0.0
+            for name in ("total", "bubble", "driver"):
+                values = sorted(getattr(time, name) for time in some)
+                row[f"{name}_ms_median"] = statistics.median(values)
+                row[f"{name}_ms_max"] = values[-1]
+            yield row
+
+
+@contextmanager
+def needs_gpu() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        print("moves.py: no CUDA device; this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        sys.exit(2)
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--experts", type=int, default=512)
+    parser.add_argument("--expert-mib", type=float, default=6.0)
+    parser.add_argument("--max-offload-ratio", type=float, default=0.25)
+    parser.add_argument("--kv-mib", type=int, default=8208)
+    parser.add_argument("--levels", type=int, default=7, help="levels a move; 7 of the default are 1,008 MiB")
+    parser.add_argument("--moves", type=int, default=6, help="moves of each kind and mode")
+    parser.add_argument("--step-ms", type=float, default=8.0)
+    parser.add_argument("--python-ms", type=float, default=2.0)
+    parser.add_argument("--commit", default=git_commit())
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with needs_gpu():
+        rank = Rank(
+            arguments.layers,
+            arguments.experts,
+            arguments.expert_mib,
+            arguments.max_offload_ratio,
+            arguments.kv_mib,
+        )
+    rank.calls.clear()
+    steps = Steps(arguments.step_ms, arguments.python_ms)
+    found = []
+    for mode in MODES:
+        for _ in range(arguments.moves):
+            for kind in (MoveKind.OFFLOAD, MoveKind.RESTORE):
+                some = steps if mode == "beside_steps" else None
+                found.append(measure(rank, mode, kind, arguments.levels, some))
+    rank.boundary.check_integrity()
+    for name, times in sorted(rank.calls.items(), key=lambda call: -sum(call[1])):
+        times.sort()
+        share, high = sum(times) / sum(map(sum, rank.calls.values())), times[len(times) * 99 // 100]
+        print(f"{name:28} {len(times):6} x {statistics.median(times):9.1f} us, p99 {high:9.1f}, {share:4.0%}")
+    table = Table("operation", "mode", "MiB", "groups", "total ms", "bubble ms", "driver ms")
+    result = list(rows(found, rank, arguments.levels, arguments))
+    for row in result:
+        figures = [
+            f"{row[f'{name}_ms_median']:.1f} (max {row[f'{name}_ms_max']:.1f})"
+            for name in ("total", "bubble", "driver")
+        ]
+        table.add_row(row["operation"], row["mode"], str(row["mib"]), str(row["groups"]), *figures)
+    Console(width=110).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record(result, arguments.commit), indent=1) + "\n")
+
+
+def record(result: list[dict[str, Any]], commit: str) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {
+        "name": "moves",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "driver": driver_version()},
+        "notes": [
+            "host clock; total: from request to publish",
+            "bubble: what its steps took beyond as many median ones; without steps, until start returned",
+            "driver: inside the CUDA driver's calls, without the wait for the steps before",
+        ],
+        "rows": result,
+    }
+
+
+if __name__ == "__main__":
+    main()

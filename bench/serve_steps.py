@@ -1,0 +1,198 @@
+"""Decode steps by batch and level, and what a growth does to the steps around it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from serve_engine import PointFailed, ServeEngine
+
+from vamp_integration.replay.figures import percentile
+
+PROMPT_TOKENS = 64
+SETTLE_STEPS = 16
+STEPS_AROUND = 48
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        steps: steps of each point, fewer where ``point_s`` seconds are up.
+        warm_prompts, warm_tokens: prompts that warm the counters, and their length.
+        warm_batch: sequences that then decode for the same purpose.
+        growth_bytes, growth_batch: size of a growth, and sequences that decode meanwhile.
+    """
+
+    steps: int = 100
+    point_s: float = 6.0
+    warm_prompts: int = 8
+    warm_tokens: int = 8000
+    warm_batch: int = 64
+    growth_bytes: int = 1 << 30
+    growth_batch: int = 16
+
+
+def _submit(engine: ServeEngine, count: int, tokens: int, output_tokens: int) -> list[str]:
+    number = next(_numbers)
+    draw, vocabulary = random.Random(number), engine.engine.vllm_config.model_config.get_vocab_size()
+    names = [f"steps-{number}-{index}" for index in range(count)]
+    for name in names:
+        engine.submit(name, [draw.randrange(vocabulary) for _ in range(tokens)], output_tokens)
+    return names
+
+
+@contextmanager
+def decoding(engine: ServeEngine, batch: int, output_tokens: int) -> Iterator[Callable[[], float]]:
+    """``batch`` sequences past their prefill; gives a function that makes one step and returns its end."""
+    names = _submit(engine, batch, PROMPT_TOKENS, output_tokens + SETTLE_STEPS + 8)
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {progress.request_id for progress in engine.step() if progress.tokens}
+
+    def step() -> float:
+        # Scheduling is asynchronous: a call may return nothing, or what an earlier one began.
+        while not any(progress.tokens for progress in engine.step()):
+            pass
+        return time.monotonic()
+
+    for _ in range(SETTLE_STEPS):
+        step()
+    try:
+        yield step
+    finally:
+        engine.abort(names)
+
+
+def decode_times(engine: ServeEngine, batch: int, steps: int, budget_s: float) -> list[float]:
+    """Seconds between the ends of consecutive steps of ``batch`` sequences."""
+    with decoding(engine, batch, steps) as step:
+        began = last = time.monotonic()
+        times: list[float] = []
+        while len(times) < steps and (last - began < budget_s or len(times) < 5):
+            now = step()
+            times.append(now - last)
+            last = now
+    return times[1:]
+
+
+def warm_up(engine: ServeEngine, plan: Plan) -> None:
+    """Run tokens through the routers; with VAMP, let the homes hold what proved coldest, at level 0."""
+    _submit(engine, plan.warm_prompts, plan.warm_tokens, 2)
+    while engine.busy():
+        engine.step()
+    engine.drain()
+    decode_times(engine, plan.warm_batch, plan.steps, plan.point_s)
+    if engine.part.vamp:
+        from vamp_integration import configure
+
+        engine.rpc(configure.follow_coldest)
+
+
+def step_figures(times: list[float]) -> dict[str, Any]:
+    ms = [1e3 * value for value in times]
+    return {
+        "ms_median": statistics.median(ms),
+        "ms_p99": percentile(ms, 0.99),
+        "ms_mean": statistics.fmean(ms),
+        "steps": len(ms),
+    }
+
+
+def measure_steps(engine: ServeEngine, plan: Plan, share: float, batch: int) -> dict[str, Any]:
+    """One row's level and figures."""
+    row: dict[str, Any] = {"batch": batch, "level_share": share, "level": 0, "host_bytes": 0.0}
+    if not engine.part.vamp or not engine.scheduler.arbiter.level_held:
+        engine.reset(None)
+    if engine.part.vamp:
+        from vamp_integration import configure
+
+        level = engine.levels(share)
+        if engine.scheduler.arbiter.controller.level != level:
+            engine.to_level(level)
+        top_k = engine.engine.vllm_config.model_config.hf_text_config.num_experts_per_tok
+        read = engine.rpc(configure.host_bytes, batch, top_k)
+        row |= {
+            "level": level,
+            "host_bytes": sum(read),
+            "host_bytes_by_layer": [round(size) for size in read],
+        }
+    return row | step_figures(decode_times(engine, batch, plan.steps, plan.point_s))
+
+
+def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, Any]:
+    """Grow by ``plan.growth_bytes`` while ``plan.growth_batch`` sequences decode, as a need would.
+
+    Args:
+        afresh: begin at level 0, not where the growth before has ended.
+
+    Raises:
+        PointFailed: a move failed, or there is no level left.
+    """
+    from vamp_integration import configure
+
+    if afresh or not engine.scheduler.arbiter.level_held:
+        engine.reset(None)
+    configure.configure(engine.scheduler, {"restore": False})
+    arbiter = engine.scheduler.arbiter
+    controller = arbiter.controller
+    levels = -(-plan.growth_bytes // controller.capacity.level_bytes)
+    target = controller.level + levels
+    if target > controller.capacity.max_level:
+        raise PointFailed(f"level {target} is above {controller.capacity.max_level}: too many growths")
+    moves, failed = sum(arbiter.journal.moves.values()), arbiter.journal.failed_moves
+    ends: list[float] = []
+    with decoding(engine, plan.growth_batch, 2 * STEPS_AROUND + 400) as step:
+        configure.release(engine.scheduler)
+        ends += [step() for _ in range(STEPS_AROUND)]
+        requested = time.monotonic()
+        arbiter.want(levels)
+        while controller.level < target and len(ends) < STEPS_AROUND + 400:
+            ends.append(step())
+        settled = time.monotonic()
+        arbiter.hold_level()
+        ends += [step() for _ in range(STEPS_AROUND)]
+    if controller.level != target or arbiter.journal.failed_moves > failed:
+        raise PointFailed(f"level {target} was not reached, {controller.level} was; the log says why")
+    return {
+        "batch": plan.growth_batch,
+        "levels": levels,
+        "level_after": target,
+        "growth_gib": levels * controller.capacity.level_bytes / 2**30,
+        "moves": sum(arbiter.journal.moves.values()) - moves,
+        "total_ms": 1e3 * (settled - requested),
+        **bubble(ends, requested, settled),
+    }
+
+
+def bubble(ends: list[float], requested: float, settled: float) -> dict[str, Any]:
+    """What a move cost the steps that ran between its request and its end.
+
+    Args:
+        ends: ends of consecutive steps, with undisturbed ones before ``requested`` and after ``settled``.
+
+    Returns:
+        ``bubble_ms``: time of the steps affected beyond that of as many undisturbed ones, those before the
+        request; ``bubble_ms_largest``: of one step. ``series_ms``: every step.
+    """
+    steps = [(end - begin, end) for begin, end in itertools.pairwise(ends)]
+    before = statistics.median(time for time, end in steps if end <= requested)
+    after = statistics.median(time for time, end in steps if end - time >= settled)
+    affected = [time for time, end in steps if end > requested and end - time < settled]
+    extra = [1e3 * (time - before) for time in affected]
+    return {
+        "bubble_ms": sum(extra),
+        "bubble_ms_largest": max(extra, default=0.0),
+        "steps_affected": len(affected),
+        "step_ms_before": 1e3 * before,
+        "step_ms_after": 1e3 * after,
+        "series_ms": [round(1e3 * time, 3) for time, _ in steps],
+    }
