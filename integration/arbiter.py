@@ -101,6 +101,8 @@ class Arbiter:
             capacity = report.capacity
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
             self.journal.capacity(self.controller)
+        if report.memory is not None:
+            self.journal.memory = report.memory
         if report.outcome is None:
             return
         outcome = report.outcome
@@ -255,7 +257,9 @@ class Arbiter:
     def looked_up(self, request: Any, hit_tokens: int) -> None:
         """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits."""
         missed = request.block_hashes[hit_tokens // self.hash_tokens :]
-        self.hit_rate.record(time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens)
+        self.journal.evicted_tokens_missed += self.hit_rate.record(
+            time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens
+        )
 
     def _evicted(self, lost: BlockHashWithGroupId) -> None:
         self.hit_rate.evicted(get_block_hash(lost))

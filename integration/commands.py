@@ -8,7 +8,8 @@ that are pickled whole and never rebuilt (``vllm/v1/core/sched/output.py``, ``vl
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,13 +23,29 @@ ATTRIBUTE = "vamp"
 
 
 @dataclass(frozen=True)
+class MemoryFigures:
+    """A rank's memory now, for the metrics; sums are since start.
+
+    Attributes:
+        pages: pages by kind of owner (``OwnerKind.value``), each of ``page_bytes``.
+        home_bytes_copied: copied from HBM to home pages.
+        host_bytes_read: read by the MoE layers from home pages, estimated.
+    """
+
+    pages: Mapping[str, int] = field(default_factory=dict)
+    page_bytes: int = 0
+    home_bytes_copied: int = 0
+    host_bytes_read: int = 0
+
+
+@dataclass(frozen=True)
 class Report:
     """A rank's news: its capacity with the first step, a move's outcome with the step that carried it, and
-    swaps that its counters speak for, from time to time."""
+    its memory with both; swaps that its counters speak for, and its memory, from time to time."""
 
     capacity: Capacity | None = None
     outcome: Outcome | None = None
-    home_bytes_copied: int = 0
+    memory: MemoryFigures | None = None
     swaps: tuple[Candidate, ...] | None = None
 
 

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from vamp_integration import refusals, settings
+from vamp_integration.home_room import check_homes
 from vamp_integration.plan import check_plan
 from vamp_runtime.errors import ConfigError
 
@@ -19,8 +20,6 @@ CPU_WORKER = "vamp_integration.worker_cpu.VampCPUWorker"
 GPU_WORKER = "vamp_integration.worker_gpu.VampGPUWorker"
 SCHEDULER = "vamp_integration.scheduler.VampScheduler"
 ASYNC_SCHEDULER = "vamp_integration.scheduler.VampAsyncScheduler"
-# A block's pages of all layers side by side, so that the region grows at one end.
-GPU_LAYOUT = "BLHNC"
 
 
 def install() -> None:
@@ -38,6 +37,7 @@ def install() -> None:
         extra = self.additional_config or {}
         chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
         _fill_worker(self)
+        _export_metrics()
         config = original(self, *args, **kwargs)
         config.scheduler_config.scheduler_cls = _scheduler(config)
         _choose_experts(config)
@@ -50,8 +50,8 @@ def install() -> None:
 
 
 def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
-    """Profiles can be read and the pages divide: found here, it costs one line and not a start-up."""
-    check_plan(
+    """Profiles can be read, pages divide, homes fit: found here, it costs one line and not a start-up."""
+    geometry = check_plan(
         chosen,
         config.model_config.hf_text_config,
         config.parallel_config.tensor_parallel_size,
@@ -59,6 +59,8 @@ def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
         config.device_config.device_type,
         config.model_config.quantization,
     )
+    if geometry is not None:
+        check_homes(chosen, geometry, config.parallel_config.local_world_size)
 
 
 def _fill_worker(args: Any) -> None:
@@ -76,6 +78,12 @@ def _fill_worker(args: Any) -> None:
         raise ConfigError(f"scheduler_cls: {scheduler} replaces VAMP's own; leave scheduler_cls unset")
 
 
+def _export_metrics() -> None:
+    from vamp_integration import stat_logger
+
+    stat_logger.install()
+
+
 def _scheduler(config: Any) -> str:
     """The scheduler's class; vLLM decides late whether scheduling is asynchronous."""
     return ASYNC_SCHEDULER if config.scheduler_config.async_scheduling else SCHEDULER
@@ -89,6 +97,7 @@ def _choose_experts(config: Any) -> None:
 
 def _choose_layout() -> None:
     """vLLM reads the layout from its environment, in the engine's process, which inherits this one's."""
-    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", GPU_LAYOUT)
-    if given != GPU_LAYOUT:
-        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {GPU_LAYOUT}")
+    layout = settings.GPU_LAYOUT
+    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", layout)
+    if given != layout:
+        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {layout}")

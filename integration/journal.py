@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
+from vamp_integration.commands import MemoryFigures
 from vamp_runtime.controller import CapacityController
 from vamp_runtime.memory.boundary import Move, Outcome
 from vamp_runtime.policy.decide import Decision
@@ -18,16 +19,20 @@ class Journal:
 
     def __init__(self) -> None:
         self.decisions: Counter[str] = Counter()
+        self.predicted_s: defaultdict[str, float] = defaultdict(float)
         self.decision_log: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.timeline: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.moves: Counter[str] = Counter()
-        self.bytes_moved = 0
+        self.bytes_by_kind: Counter[str] = Counter()
+        self.seconds_by_kind: defaultdict[str, float] = defaultdict(float)
         self.copied_bytes = 0
-        self.move_seconds = 0.0
         self.failed_moves = 0
         self.preemptions = 0
         self.not_this_step = 0
         self.cordons_given_up = 0
+        self.evicted_tokens_missed = 0
+        self.preempted_tokens_lost = 0
+        self.memory = MemoryFigures()
 
     def capacity(self, controller: CapacityController) -> None:
         self.timeline.append(
@@ -41,6 +46,7 @@ class Journal:
 
     def decided(self, decision: Decision) -> None:
         self.decisions[decision.action.value] += 1
+        self.predicted_s[decision.action.value] += decision.cost_s
         self.decision_log.append(
             {
                 "t": time.monotonic(),
@@ -60,9 +66,9 @@ class Journal:
             self.moves[move.kind.value] += 1
         else:
             self.failed_moves += 1
-        self.bytes_moved += outcome.bytes_moved
+        self.bytes_by_kind[move.kind.value] += outcome.bytes_moved
         self.copied_bytes += outcome.copied_bytes
-        self.move_seconds += outcome.seconds
+        self.seconds_by_kind[move.kind.value] += outcome.seconds
         self.capacity(controller)
 
     def report(self, controller: CapacityController) -> dict[str, Any]:
@@ -72,9 +78,9 @@ class Journal:
             "max_level": controller.max_level,
             "blocks": controller.mapped_blocks,
             "pool_blocks": controller.pool_blocks,
-            "bytes_moved": self.bytes_moved,
+            "bytes_moved": sum(self.bytes_by_kind.values()),
             "copied_bytes": self.copied_bytes,
-            "move_seconds": self.move_seconds,
+            "move_seconds": sum(self.seconds_by_kind.values()),
             "moves": sum(self.moves.values()),
             "moves_by_kind": dict(self.moves),
             "failed_moves": self.failed_moves,

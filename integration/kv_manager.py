@@ -46,7 +46,9 @@ class VampKVCacheManager(KVCacheManager):
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Called once for every admitted request: the lookup that counts for the hit rate."""
         super().record_prefix_cache_stats(request, num_hits)
-        if self.prefix_cache_lookup_enabled(request) and request.num_preemptions == 0:
+        if request.num_preemptions:
+            self.arbiter.journal.preempted_tokens_lost += request.num_tokens - num_hits
+        elif self.prefix_cache_lookup_enabled(request):
             self.arbiter.looked_up(request, num_hits)
 
     def _wrap_need(self) -> None:

@@ -37,7 +37,7 @@ class SlotTables:
         self._pinned = [
             torch.empty_like(t, device="cpu", pin_memory=on_gpu) for t in (self.slots, self.hosted)
         ]
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.update()
 
     def update(self) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from vllm.model_executor.utils import replace_parameter
 
 from vamp_integration.experts import ExpertRouting, VampRoutedExperts
+from vamp_integration.home_room import check_homes
 from vamp_integration.log import logger
 from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
 from vamp_integration.plan import granularity, slab_geometry
@@ -78,6 +79,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     sizes = tuple(getattr(first, part)[0].nbytes for part in PARTS)
     part_bytes = sizes if device.type == "cpu" else (sum(sizes),)
     geometry = _geometry(settings, layers, part_bytes, device)
+    check_homes(settings, geometry, ranks=1)  # the other ranks of this host may already have theirs
     order = read_order(settings.record_order, len(layers), experts)
     driver = _driver(settings, device)
     ledger = PageLedger(geometry.page_bytes)

@@ -121,21 +121,26 @@ def check_plan(
     kv_bytes: int | None,
     device: str = "cpu",
     quantization: str | None = None,
-) -> None:
+) -> SlabGeometry | None:
     """Check what the model's configuration already tells; sizes it does not name are left to the worker.
 
     Args:
-        hf_config: attributes or keys as in a ``config.json``.
+        hf_config: attributes of the text model's configuration, or a whole ``config.json``.
         kv_bytes: the KV budget, where it is set.
         device: ``cpu`` or ``cuda``.
-        quantization: vLLM's name of the checkpoint's method, where it has one.
+        quantization: vLLM's name of the checkpoint's method, where it has one and ``hf_config`` is not whole.
+
+    Returns:
+        The slab of a rank, as far as the configuration tells; ``None`` where it does not name the sizes.
 
     Raises:
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
     """
     # The text model's own table, where the checkpoint has others beside it.
-    named = hf_config.get("text_config", hf_config) if isinstance(hf_config, dict) else None
-    config = hf_config if named is None else SimpleNamespace(**named)
+    config = hf_config
+    if isinstance(hf_config, dict):
+        config = SimpleNamespace(**hf_config.get("text_config", hf_config))
+        quantization = (hf_config.get("quantization_config") or {}).get("quant_method")
     engine_costs(settings, config, device == "cpu")
     if device == "cpu" and settings.moe_kernel != "vllm":
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
@@ -147,7 +152,7 @@ def check_plan(
     granularity(settings, device)
     shape = moe_shape(config)
     if shape is None:
-        return
+        return None
     if device != "cpu":
         weights = 3 * (shape.intermediate // tensor_parallel) * shape.hidden
         part_bytes: tuple[int, ...] = (weights * (BF16_BYTES if quantization is None else FP8_BYTES),)
@@ -157,3 +162,4 @@ def check_plan(
     geometry = slab_geometry(settings, shape.moe_layers, shape.experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes - staging_share(settings, geometry, kv_bytes))
+    return geometry

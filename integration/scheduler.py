@@ -2,13 +2,14 @@
 
 What: commands leave with ``SchedulerOutput``, reports come back with ``ModelRunnerOutput``; levels are taken
 back when the pressure has gone, and groups exchanged when others have become colder; a request may be held
-for a step instead of being preempted.
+for a step instead of being preempted; figures for the metrics ride on vLLM's own.
 Why: only ``schedule()`` knows demand, and only its output reaches every rank in order. How: ``scheduler_cls``
 (``vllm/v1/core/sched/scheduler.py``). Exists as a mixin because the asynchronous scheduler is another class.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -16,17 +17,21 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vamp_integration import settings
+from vamp_integration import metrics, settings
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
+from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.reselect import Reselector
 from vamp_integration.shrink import Shrinker
 
+# Seconds between two sets of figures for the metrics.
+FIGURES_EVERY_S = 0.1
 # Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
 BESIDE_STEPS_S = 0.25
 
@@ -39,6 +44,7 @@ class VampSchedulerMixin:
     shrinker: Shrinker
     reselector: Reselector
     left_waiting: int = 0
+    _figures_sent_at: float = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,6 +53,8 @@ class VampSchedulerMixin:
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
+        hardware = hardware_profile(chosen, config.device_config.device_type)
+        self._host_read_bandwidth = hardware.host_read_bandwidth.value
         bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
@@ -70,6 +78,18 @@ class VampSchedulerMixin:
             if report.swaps is not None:
                 self.reselector.offer(report.swaps)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's figures of a step, and VAMP's beside them (``metrics.py``)."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is None:
+            return None
+        now, idle = time.monotonic(), not stats.num_running_reqs + stats.num_waiting_reqs
+        # Not in every step, for what it costs; but what an idle engine has sent last must be the latest.
+        if idle or now - self._figures_sent_at >= FIGURES_EVERY_S:
+            self._figures_sent_at = now
+            metrics.put(stats, metrics.values(self.arbiter, self._host_read_bandwidth))
+        return stats
 
     def has_requests(self) -> bool:
         """Keeps the engine stepping while a command, a move's outcome or a finished cordon is to travel."""

@@ -17,6 +17,8 @@ KEY = "vamp"
 LOAD_FORMAT = "vamp"
 MOE_KERNELS = ("vllm", "vamp")
 STAGING_MODES = ("auto", "off", "region")
+#: A block's pages of all layers side by side, so that the region grows at one end.
+GPU_LAYOUT = "BLHNC"
 
 
 @dataclass(frozen=True)

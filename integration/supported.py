@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -131,8 +132,8 @@ def check_layers(model: nn.Module, settings: VampSettings) -> None:
     _check_one_shape(layers, name)
     first = layers[0]
     if not on_cpu:  # where vLLM pads them first
-        w13, w2 = first.w13_weight.data[0], first.w2_weight.data[0]
-        part_bytes = (w13.nbytes + w2.nbytes,)
+        parts: tuple[torch.Tensor, ...] = (first.w13_weight.data, first.w2_weight.data)  # type: ignore[assignment]
+        part_bytes = (sum(part[0].nbytes for part in parts),)
         slab_geometry(settings, len(layers), first.local_num_experts, part_bytes, "cuda")
     if name not in TESTED:
         logger.warning("VAMP: %s has the experts that VAMP needs, but no test of VAMP runs it", name)

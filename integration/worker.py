@@ -21,8 +21,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
-from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
+from vamp_integration.host_reads import HostReads
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
 from vamp_kernels import ranges
@@ -49,6 +50,8 @@ class VampWorkerMixin:
     _boundary: Boundary
     _mover: Mover
     _hit_counts: HitCounts
+    _host_reads: HostReads
+    _home_bytes_copied: int = 0
     _use: DecayedUse
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
@@ -66,6 +69,7 @@ class VampWorkerMixin:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
+        self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
         self._use = decayed_use(memory.slab)
 
     def determine_available_memory(self) -> int:
@@ -108,7 +112,7 @@ class VampWorkerMixin:
             beside=self._memory.tables is not None,
         )
         capacity = self._capacity(pages)
-        self._capacity_report = Report(capacity=capacity)
+        self._capacity_report = Report(capacity=capacity, memory=self._figures())
         logger.info(
             "VAMP: KV cache of %d blocks now, %d mapped, at most %d; virtual %d MiB",
             kv_cache_config.num_blocks,
@@ -164,7 +168,7 @@ class VampWorkerMixin:
     def _take_outcome(self, wait: bool) -> None:
         outcome = self._mover.finish(wait)
         if outcome is not None:
-            self._report = replace(self._report or Report(), outcome=outcome)
+            self._report = replace(self._report or Report(), outcome=outcome, memory=self._figures())
         if self._claim is not None and not self._mover.busy:
             # Bookkeeping of who owns a page; the region is the mover's while a move is under way.
             self._boundary.region.claim(self._claim)
@@ -178,16 +182,18 @@ class VampWorkerMixin:
                 slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
             if self._memory.staging is not None:
                 self._memory.staging.learn(counts)
+        self._host_reads.look(counts, self.home_refresh_steps, hosted_experts(slab))
         self._homes_due = True
 
     def _follow_coldest(self) -> None:
         """Let the home pages follow that order, at a bounded rate, and offer the swaps it speaks for."""
         slab, self._homes_due = self._memory.slab, False
         try:
-            slab.refresh_homes(self._settings().home_refresh_mib << 20)
+            self._home_bytes_copied += slab.refresh_homes(self._settings().home_refresh_mib << 20)
         except DriverError as error:
             # Homes without a finished copy stay empty: their groups cannot leave, and nothing is wrong.
             logger.warning("VAMP: copying experts to their home pages failed (%s)", error)
+        self._report = replace(self._report or Report(), memory=self._figures())
         if self._settings().reselect_mib_per_s:
             self._report = replace(self._report or Report(), swaps=self._swaps())
 
@@ -205,6 +211,15 @@ class VampWorkerMixin:
             return output
         report, self._report = self._report, None
         return put_report(output, report)
+
+    def _figures(self) -> MemoryFigures:
+        ledger = self._memory.ledger
+        return MemoryFigures(
+            pages={kind.value: pages for kind, pages in ledger.by_kind().items()},
+            page_bytes=ledger.page_bytes,
+            home_bytes_copied=self._home_bytes_copied,
+            host_bytes_read=self._host_reads.nbytes,
+        )
 
     def _capacity(self, pages: int) -> Capacity:
         geometry = self._memory.slab.geometry
@@ -234,6 +249,12 @@ def decayed_use(slab: ExpertSlab) -> DecayedUse:
         for layer in range(geometry.layers)
     ]
     return DecayedUse(group_of, geometry.groups)
+
+
+def hosted_experts(slab: ExpertSlab) -> list[list[int]]:
+    """Per layer, the experts that the slot table reads from host memory."""
+    first = slab.geometry.home_slot_base
+    return [[expert for expert, slot in enumerate(row) if slot >= first] for row in slab.slot_table]
 
 
 def end_process() -> None:

@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from vamp_integration import compat
+from vamp_integration.cli.doctor import doctor
 from vamp_integration.cli.profile_routing import profile_routing
 from vamp_integration.cli.replay import replay
 from vamp_integration.cli.serve import serve
+from vamp_integration.cli.status import status
 from vamp_integration.replay.trace import TraceError
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
@@ -29,6 +31,8 @@ app = typer.Typer(
 )
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.command()(replay)
+app.command()(status)
+app.command()(doctor)
 app.command("profile-routing")(profile_routing)
 
 

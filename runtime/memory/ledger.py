@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 
 from vamp_runtime.errors import IntegrityError
@@ -35,15 +36,15 @@ class PageLedger:
         self._owner: dict[int, Owner] = {}
         self._tier: dict[int, Tier] = {}
         self._pages: dict[Owner, dict[int, None]] = {}
+        self._by_kind: Counter[OwnerKind] = Counter()
         self._sealed: dict[Tier, int] | None = None
 
     def add(self, handle: int, tier: Tier, owner: Owner) -> None:
         """Enter a page. Not allowed once sealed."""
         assert self._sealed is None, "a sealed ledger takes no new pages"
         assert handle not in self._owner, f"page {handle} is already owned"
-        self._owner[handle] = owner
         self._tier[handle] = tier
-        self._pages.setdefault(owner, {})[handle] = None
+        self._give(handle, owner)
 
     def remove(self, handle: int) -> None:
         """Strike out a page whose handle is released."""
@@ -56,8 +57,7 @@ class PageLedger:
         """Hand a page from ``old`` to ``new``, behind the pages that ``new`` has."""
         assert self._owner[handle] == old, f"page {handle} belongs to {self._owner[handle]}, not {old}"
         self._take(handle, old)
-        self._owner[handle] = new
-        self._pages.setdefault(new, {})[handle] = None
+        self._give(handle, new)
 
     def owner(self, handle: int) -> Owner:
         return self._owner[handle]
@@ -76,6 +76,10 @@ class PageLedger:
             for owner, pages in self._pages.items()
             if owner.kind is kind
         )
+
+    def by_kind(self) -> dict[OwnerKind, int]:
+        """Pages of all owners of each kind, whatever their tier; cheap enough to ask for after every move."""
+        return {kind: self._by_kind[kind] for kind in OwnerKind}
 
     def total(self, tier: Tier) -> int:
         """Pages of a tier, whoever owns them."""
@@ -101,12 +105,20 @@ class PageLedger:
             raise IntegrityError(
                 f"{len(self._owner)} pages have an owner, {len(listed)} are listed under one"
             )
+        if self.by_kind() != {kind: self.count(kind) for kind in OwnerKind}:
+            raise IntegrityError(f"the counts by kind of owner are wrong: {self._by_kind}")
         for tier, sealed in (self._sealed or {}).items():
             if self.total(tier) != sealed:
                 raise IntegrityError(f"{tier.value}: {self.total(tier)} pages, sealed with {sealed}")
 
+    def _give(self, handle: int, owner: Owner) -> None:
+        self._owner[handle] = owner
+        self._pages.setdefault(owner, {})[handle] = None
+        self._by_kind[owner.kind] += 1
+
     def _take(self, handle: int, owner: Owner) -> None:
         pages = self._pages[owner]
         del pages[handle]
+        self._by_kind[owner.kind] -= 1
         if not pages:
             del self._pages[owner]

@@ -70,8 +70,8 @@ class HitRate:
 
     def record(
         self, now_s: float, queried: int, hit: int, missed: Iterable[Hashable] = (), tokens_per_block: int = 0
-    ) -> None:
-        """Count one request.
+    ) -> int:
+        """Count one request; its missed tokens that had been evicted lately.
 
         Args:
             now_s: seconds on a clock that never runs back.
@@ -95,6 +95,7 @@ class HitRate:
         self._hit += hit
         self._ghost += ghost
         self._slide(now_s)
+        return ghost
 
     def observed(self, now_s: float) -> float:
         """Tokens hit over tokens queried, 0 to 1."""

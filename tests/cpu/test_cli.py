@@ -28,6 +28,8 @@ main()
         ["serve", "--help"],
         ["replay", "--help"],
         ["make-model", "--help"],
+        ["status", "--help"],
+        ["doctor", "--help"],
         ["profile-routing", "--help"],
     ],
 )

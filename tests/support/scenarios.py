@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.faulty import FaultyDriver
+from vamp_runtime.memory.ledger import OwnerKind
 
 MIB = 1 << 20
 VOCABULARY = 2048
@@ -727,3 +728,21 @@ def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: 
     found = getattr(importlib.import_module(f"support.{module}"), function) if module else globals()[name]
     sender.send(found(model, **spec))
     sender.close()
+
+
+def exported(model: str, kv_mib: int = 8, max_tokens: int = 100, **options: Any) -> Any:
+    """Levels go up and down, with statistics on: what this process's Prometheus registry says then."""
+    from prometheus_client import REGISTRY
+
+    vamp = {"max_offload_ratio": 0.5, "exercise_steps": 1}
+    rig = Rig(model, vamp=vamp, kv_cache_memory_bytes=kv_mib * MIB, disable_log_stats=False, **options)
+    (prompt,) = prompts(3, 1, 100)
+    rig.generate([prompt], max_tokens)
+    samples = [
+        (sample.name, sample.labels, sample.value)
+        for family in REGISTRY.collect()
+        if family.name.startswith("vamp:")
+        for sample in family.samples
+    ]
+    pages = {kind.value: rig.worker._memory.ledger.count(kind) for kind in OwnerKind}
+    return {"samples": samples, "counted": pages, **rig.report()}

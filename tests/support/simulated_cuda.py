@@ -52,6 +52,8 @@ class SimulatedCuda:
         "CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING",
         "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
         "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
+        "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
+        "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
     )
     CUmemLocationType = _names("CU_MEM_LOCATION_TYPE_DEVICE", "CU_MEM_LOCATION_TYPE_HOST_NUMA")
     CUmemAllocationType = _names("CU_MEM_ALLOCATION_TYPE_PINNED")
@@ -99,6 +101,15 @@ class SimulatedCuda:
 
     def _cuInit(self, flags: int) -> tuple[()]:
         return ()
+
+    def _cuDriverGetVersion(self) -> int:
+        return 13020
+
+    def _cuDeviceGetName(self, length: int, device: int) -> bytes:
+        return b"Simulated" + bytes(length - 9)
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        return (12 * GRANULARITY, 16 * GRANULARITY)
 
     def _cuDeviceGet(self, ordinal: int) -> Any:
         return ordinal if ordinal in (0, 1) else CUresult.CUDA_ERROR_INVALID_DEVICE

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from vamp_integration import home_room
 from vamp_integration.cli import serve
 from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.host_memory import CgroupLimit, HostMemory
 
 pytestmark = pytest.mark.vllm
 
@@ -199,6 +201,15 @@ def checked(argv: list[str], **chosen: Any) -> Any:
     serve.enable_vamp(args, chosen)
     serve.check_arguments(args)
     return args
+
+
+def test_a_host_too_small_for_the_homes_is_told_so(moe_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = HostMemory(total=1 << 34, available=1 << 33, cgroup=CgroupLimit("/memory.max", 1 << 30, 1 << 30))
+    monkeypatch.setattr(home_room, "read_host_memory", lambda: full)
+    with pytest.raises(ConfigError) as caught:
+        build(moe_model)
+    assert_refused(caught, "max_offload_ratio")
+    build(moe_model, additional_config={"vamp": {"max_offload_ratio": 0.0}})
 
 
 def test_own_options_win_over_additional_config_and_a_load_format_becomes_the_inner_one(

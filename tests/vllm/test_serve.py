@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.server import START_S, VAMP, Server, environment, serving
 
 pytestmark = pytest.mark.vllm
 
-VAMP = Path(sys.executable).with_name("vamp")
-START_S, STOP_S = 300, 90
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    model: str
-    log: Path
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
-            return answer.status, answer.read()
-
-    def complete(self, **body: Any) -> dict[str, Any]:
-        data = json.dumps({"model": self.model, "temperature": 0, **body}).encode()
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return dict(json.load(answer))
-
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                self.get("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        pytest.fail(f"no answer in {START_S} s\n{self.log.read_text()[-4000:]}")
+STOP_S = 90
 
 
 @pytest.fixture(scope="module")
@@ -63,48 +23,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    port = free_port()
-    options = [
-        "--skip-tokenizer-init",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--max-offload-ratio",
-        "0.5",
-    ]
     limits = ["--max-model-len", "2048", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(32 << 20)]
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [VAMP, "serve", tiny_model, *options, *limits],
-            cwd=folder,
-            env=environment(cache),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        server = Server(process, f"http://127.0.0.1:{port}", str(tiny_model), log)
-        server.wait_until_up()
+    folder = tmp_path_factory.mktemp("server")
+    with serving(tiny_model, cache, folder, "--max-offload-ratio", "0.5", *limits) as server:
         yield server
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def environment(cache: Path) -> dict[str, str]:
-    """This process's environment with that cache, and nothing from the network."""
-    own = {"VLLM_CACHE_ROOT": str(cache), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {**os.environ, **own}
 
 
 def test_serves_token_prompts_and_stops_on_sigterm(server: Server) -> None:

@@ -1,0 +1,1 @@
+"""``vamp doctor``: facts about a machine (``probe``), and what they mean for VAMP (``checks``)."""
