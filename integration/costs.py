@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vamp_integration.moe_shape import MoEShape, moe_shape
 from vamp_integration.settings import VampSettings
-from vamp_profiles import ModelProfile, PolicyProfile, load_model, load_policy, shipped
+from vamp_profiles import ModelProfile, PolicyProfile, Quantity, load_model, load_policy, shipped
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.hit_rate import HitRate
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
+
+# Profiles of measured models, which others are scaled from.
+CPU_REFERENCE, GPU_REFERENCE = "tiny-qwen3-next", "qwen3-next-80b-a3b"
 
 
 @dataclass(frozen=True)
@@ -31,21 +35,56 @@ class Costs:
         )
 
 
-def model_profile(settings: VampSettings, hf_config: Any) -> ModelProfile:
+def model_profile(settings: VampSettings, hf_config: Any, on_cpu: bool = True) -> ModelProfile:
     """The model profile of an engine: the named one, or with ``auto`` the shipped one for ``hf_config``.
 
-    Raises ``ConfigError`` where none fits; ``ProfileError`` where a file is bad.
+    Where none is shipped, the reference's prefill time is scaled by the weights that a token is multiplied
+    with. Raises ``ConfigError`` where the configuration does not tell them; ``ProfileError`` where a file is
+    bad.
     """
     if settings.model != "auto":
         return load_model(settings.model)
-    wanted = (getattr(hf_config, "hidden_size", None), getattr(hf_config, "moe_intermediate_size", None))
-    for name in shipped("model"):
-        profile = load_model(name)
-        if (profile.hidden_size.value, profile.moe_intermediate_size.value) == wanted:
+    shape = moe_shape(hf_config)
+    if shape is None:
+        raise ConfigError(
+            "model: auto needs the sizes of the routed experts, which this model's configuration does not "
+            f"name; give the path of a model profile (shipped: {', '.join(shipped('model'))})"
+        )
+    wanted = (shape.experts, shape.top_k, shape.hidden, shape.intermediate)
+    for profile in map(load_model, shipped("model")):
+        sizes = (profile.experts, profile.top_k, profile.hidden_size, profile.moe_intermediate_size)
+        if tuple(size.value for size in sizes) == wanted:
             return profile
-    raise ConfigError(
-        f"model: auto finds no shipped profile for hidden size {wanted[0]} and MoE intermediate size "
-        f"{wanted[1]}; give the path of a model profile (shipped: {', '.join(shipped('model'))})"
+    return _scaled(load_model(CPU_REFERENCE if on_cpu else GPU_REFERENCE), shape)
+
+
+def _scaled(reference: ModelProfile, shape: MoEShape) -> ModelProfile:
+    """A profile for ``shape``, whose prefill takes time in proportion to the reference's."""
+    measured = reference.prefill_layers.value
+    weights = MoEShape(
+        layers=measured,
+        moe_layers=measured,
+        experts=reference.experts.value,
+        top_k=reference.top_k.value,
+        hidden=reference.hidden_size.value,
+        intermediate=reference.moe_intermediate_size.value,
+    ).active_parameters
+    prefill = reference.prefill.value * shape.active_parameters / weights
+
+    def from_config(value: int, unit: str) -> Quantity[int]:
+        return Quantity(value, unit, "configured", "the model's configuration")
+
+    return ModelProfile(
+        kind="model",
+        name=f"scaled from {reference.name}",
+        layers=from_config(shape.layers, "layer"),
+        experts=from_config(shape.experts, "expert"),
+        top_k=from_config(shape.top_k, "expert"),
+        hidden_size=from_config(shape.hidden, "1"),
+        moe_intermediate_size=from_config(shape.intermediate, "1"),
+        weight_width=reference.weight_width,
+        prefill=Quantity(prefill, "s/token", "configured", f"{reference.name}, by weights of a token"),
+        prefill_layers=from_config(shape.layers, "layer"),
     )
 
 
@@ -56,7 +95,7 @@ def engine_costs(settings: VampSettings, hf_config: Any, on_cpu: bool = True) ->
     """
     by_device = "cpu" if on_cpu else "paper"
     policy = load_policy(by_device if settings.policy == "auto" else settings.policy)
-    model = model_profile(settings, hf_config)
+    model = model_profile(settings, hf_config, on_cpu)
     layers = getattr(hf_config, "num_hidden_layers", model.layers.value)
     parameters = CostParameters(
         alpha=policy.alpha.value,

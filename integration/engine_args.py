@@ -40,6 +40,7 @@ def install() -> None:
         _export_metrics()
         config = original(self, *args, **kwargs)
         config.scheduler_config.scheduler_cls = _scheduler(config)
+        _choose_experts(config)
         refusals.check_engine(config)
         _check_files_and_sizes(chosen, config)
         return config
@@ -56,6 +57,7 @@ def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
         config.parallel_config.tensor_parallel_size,
         config.cache_config.kv_cache_memory_bytes,
         config.device_config.device_type,
+        config.model_config.quantization,
     )
     if geometry is not None:
         check_homes(chosen, geometry, config.parallel_config.local_world_size)
@@ -85,6 +87,12 @@ def _export_metrics() -> None:
 def _scheduler(config: Any) -> str:
     """The scheduler's class; vLLM decides late whether scheduling is asynchronous."""
     return ASYNC_SCHEDULER if config.scheduler_config.async_scheduling else SCHEDULER
+
+
+def _choose_experts(config: Any) -> None:
+    """Triton experts take their weights as they lie; left to itself, vLLM takes others on some GPUs."""
+    if config.device_config.device_type != "cpu" and config.kernel_config.moe_backend == "auto":
+        config.kernel_config.moe_backend = "triton"
 
 
 def _choose_layout() -> None:

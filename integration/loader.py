@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vamp_integration import settings
 from vamp_integration.experts import use_vamp_experts
+from vamp_integration.supported import check_layers
 
 
 class VampLoader(BaseModelLoader):
@@ -37,6 +38,8 @@ class VampLoader(BaseModelLoader):
         self.inner.download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        # The layers are built and no weight is read yet: a model that cannot be served costs no loading.
+        check_layers(model, self._settings)
         self.inner.load_weights(model, model_config)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
@@ -44,6 +47,7 @@ class VampLoader(BaseModelLoader):
 
         chosen = settings.of(vllm_config)
         assert chosen is not None
+        self._settings = chosen
         with use_vamp_experts():
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         model.vamp_memory = place(model, chosen, vllm_config)  # type: ignore[assignment]

@@ -141,14 +141,18 @@ class SlotKernel:
 def misfit(layer: Any) -> str:
     """Why the kernel cannot compute this layer, for an error; else an empty string."""
     weight, config = layer.w13_weight, layer.moe_config
-    kernel = layer.quant_method.moe_kernel
+    kernel = getattr(layer.quant_method, "moe_kernel", None)  # none before the weights are read
     if layer.activation.value != "silu" or not config.is_act_and_mul or layer.swiglu_limit is not None:
         return f"its activation is {layer.activation.value}, not a plain SwiGLU"
     if config.experts_per_token > MAX_TOP_K or layer.local_num_experts > MAX_EXPERTS:
         return f"it has over {MAX_TOP_K} experts a token or {MAX_EXPERTS} experts"
-    if config.has_bias or layer.expert_map is not None or kernel.can_overlap_shared_experts:
+    if config.has_bias or layer.expert_map is not None:
         return "it has biases or expert parallelism"
+    if kernel is not None and kernel.can_overlap_shared_experts:
+        return "it leaves the shared experts to its kernel"
     if weight.dtype == torch.float8_e4m3fn:
-        blocks = list(getattr(layer, "weight_block_size", None) or [])
+        # Smaller than the checkpoint's where vLLM has refined the scales to fit a shard.
+        method = layer.quant_method
+        blocks = list(getattr(method, "moe_block_shape", None) or method.weight_block_size or [])
         return "" if blocks == [128, 128] else f"its fp8 weights have scales of {blocks or 'another kind'}"
     return "" if weight.dtype in (torch.bfloat16, torch.float16) else f"its weights are {weight.dtype}"

@@ -28,6 +28,7 @@ from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_integration.staged_experts import StagedExperts, unstageable
 from vamp_integration.staging import Staging, staging_costs
+from vamp_integration.supported import check_kernel, routed_experts
 from vamp_kernels.workspace import Workspace
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.cuda import CudaDriver
@@ -70,7 +71,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
 
     ``config`` is the engine's. Raises ``ConfigError`` where the model or its experts cannot be placed.
     """
-    layers = [module for module in model.modules() if isinstance(module, VampRoutedExperts)]
+    layers = routed_experts(model)
     _check(layers, settings)
     first = layers[0]
     device: torch.device = first.w13_weight.data.device  # type: ignore[assignment]
@@ -108,18 +109,24 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     memory = ExpertMemory(driver, ledger, slab, hits, tables, staging)
     if device.type == "cpu":
         slab.seal()  # reads every byte; on a GPU that would take longer than loading them
-    slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group * sum(part_bytes))
+    slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     logger.info(
         "VAMP: %d layers x %d experts of %d KiB, group %d, page %d KiB, %d levels of %d KiB, homes %d MiB",
         geometry.layers,
         geometry.experts,
-        sum(part_bytes) // 1024,
+        geometry.expert_bytes // 1024,
         geometry.group,
         geometry.page_bytes // 1024,
         geometry.max_level,
         geometry.pages_per_level * geometry.page_bytes // 1024,
         geometry.home_slots * geometry.pages_per_level * geometry.page_bytes >> 20,
     )
+    if geometry.padding_bytes:
+        logger.info(
+            "VAMP: %d KiB of each are padding to whole pages, %d MiB of HBM from the KV budget",
+            geometry.padding_bytes // 1024,
+            geometry.layers * geometry.experts * geometry.padding_bytes >> 20,
+        )
     logger.info(
         "VAMP: staging %s, %d MiB of HBM from the KV budget: %d experts of a layer twice",
         staging.mode if staging is not None else "off",
@@ -172,7 +179,7 @@ def _store(weight: torch.Tensor, view: torch.Tensor, records: torch.Tensor | Non
 
 
 def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None) -> None:
-    """Bring biases and scales ``[experts, ...]`` into record order, in place: vLLM's kernel is given records.
+    """Bring the scales ``[experts, ...]`` into record order, in place: vLLM's kernel is given records.
 
     Args:
         records: ``[experts]``, record of each expert; ``None`` where it is the identity.
@@ -180,7 +187,9 @@ def reorder_others(layer: nn.Module, experts: int, records: torch.Tensor | None)
     if records is None:
         return
     for name, parameter in layer.named_parameters(recurse=False):
-        if name not in PARTS and parameter.dim() and parameter.shape[0] == experts:
+        # Not the router's bias, which the layer may hold beside its own: tokens choose experts, not records.
+        own = name.startswith(("w13_", "w2_")) and name not in PARTS
+        if own and parameter.dim() and parameter.shape[0] == experts:
             parameter.data[records] = parameter.data.clone()
 
 
@@ -215,8 +224,7 @@ def _own_kernel(
     tables, workspace = SlotTables(slab, hits.device), Workspace(hits.device)
     for index, layer in enumerate(layers):
         w13, w2 = _views(slab, index, layer, slab.geometry.slots)
-        scales = [getattr(layer, f"{name}_scale_inv", None) for name in PARTS]
-        w13_scale, w2_scale = (scale.data if scale is not None else None for scale in scales)
+        w13_scale, w2_scale = (_scale(layer, name) for name in PARTS)
         layer.slot_kernel = SlotKernel(
             w13,
             w2,
@@ -232,6 +240,15 @@ def _own_kernel(
             index,
         )
     return tables
+
+
+def _scale(layer: VampRoutedExperts, name: str) -> torch.Tensor | None:
+    """Scales of a weight by expert, under either name that vLLM's fp8 methods give them."""
+    for suffix in ("_scale_inv", "_scale"):
+        scale: torch.Tensor | None = getattr(layer, name + suffix, None)
+        if scale is not None:
+            return scale.data
+    return None
 
 
 def _driver(settings: VampSettings, device: torch.device) -> MemoryDriver:
@@ -263,30 +280,13 @@ def _budgets(settings: VampSettings, device: torch.device) -> dict[Tier, int] | 
 
 
 def _check(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> None:
-    if not layers:
-        raise ConfigError("model: it has no routed experts to offload; serve it without --load-format vamp")
+    """What is known only once vLLM has prepared the weights; the rest came before they were read."""
     for layer in layers:
-        kernel = getattr(layer.quant_method, "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if layer.w13_weight.device.type == "cpu":
-            usable, needed = _is_plain_cpu(experts), "unquantized CPU experts (no zentorch); use auto"
-        else:
-            usable, needed = type(experts).__name__ == "TritonExperts", "Triton experts; use triton"
-        if not usable:
-            raise ConfigError(
-                f"moe_backend: {layer.layer_name} runs {type(experts).__name__}; VAMP needs vLLM's {needed}"
-            )
+        on_cpu = layer.w13_weight.device.type == "cpu"
+        experts = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+        check_kernel(layer, type(experts), on_cpu)
+        if on_cpu and getattr(experts, "_use_zentorch", False):
+            raise ConfigError(f"moe_backend: {layer.layer_name} runs zentorch; uninstall zentorch")
         reason = misfit(layer) if settings.moe_kernel == "vamp" else ""
         if reason:
             raise ConfigError(f"moe_kernel: vamp cannot run {layer.layer_name}: {reason}; use vllm")
-    shapes = {(layer.local_num_experts, layer.w13_weight.shape, layer.w2_weight.shape) for layer in layers}
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"model: its MoE layers differ in shape ({len(shapes)} shapes); VAMP needs one shape"
-        )
-
-
-def _is_plain_cpu(experts: object) -> bool:
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    return isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vamp_integration.costs import engine_costs
+from vamp_integration.moe_shape import expert_count, moe_shape
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_profiles import HardwareProfile, load_hardware
@@ -50,10 +51,12 @@ def slab_geometry(
         sizes = (layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio)
         # At the highest level, the group that is to leave next needs a home too.
         spare_homes = int(settings.reselect_mib_per_s > 0)
-        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes)
+        # Views of a record may end short of the next; the CPU engine's parts are dense.
+        pad = device != "cpu"
+        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes, pad=pad)
         if device == "cpu":
             return geometry
-        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes)
+        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes, pad)
     except ConfigError as error:
         if str(error).startswith("staging_mib"):
             raise
@@ -112,14 +115,20 @@ def reserve_pages(settings: VampSettings, geometry: SlabGeometry, kv_bytes: int)
 
 
 def check_plan(
-    settings: VampSettings, hf_config: Any, tensor_parallel: int, kv_bytes: int | None, device: str = "cpu"
+    settings: VampSettings,
+    hf_config: Any,
+    tensor_parallel: int,
+    kv_bytes: int | None,
+    device: str = "cpu",
+    quantization: str | None = None,
 ) -> SlabGeometry | None:
     """Check what the model's configuration already tells; sizes it does not name are left to the worker.
 
     Args:
-        hf_config: attributes or keys as in a ``config.json``.
+        hf_config: attributes of the text model's configuration, or a whole ``config.json``.
         kv_bytes: the KV budget, where it is set.
         device: ``cpu`` or ``cuda``.
+        quantization: vLLM's name of the checkpoint's method, where it has one and ``hf_config`` is not whole.
 
     Returns:
         The slab of a rank, as far as the configuration tells; ``None`` where it does not name the sizes.
@@ -127,7 +136,11 @@ def check_plan(
     Raises:
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
     """
-    config = SimpleNamespace(**hf_config) if isinstance(hf_config, dict) else hf_config
+    # The text model's own table, where the checkpoint has others beside it.
+    config = hf_config
+    if isinstance(hf_config, dict):
+        config = SimpleNamespace(**hf_config.get("text_config", hf_config))
+        quantization = (hf_config.get("quantization_config") or {}).get("quant_method")
     engine_costs(settings, config, device == "cpu")
     if device == "cpu" and settings.moe_kernel != "vllm":
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
@@ -135,26 +148,18 @@ def check_plan(
         raise ConfigError("staging: region needs a GPU; use auto")
     if device == "cpu" and settings.nvtx:
         raise ConfigError("nvtx: true needs a GPU; use false")
-    read_order(settings.record_order, None, getattr(config, "num_experts", None))
+    read_order(settings.record_order, None, expert_count(config))
     granularity(settings, device)
-    names = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")
-    experts, intermediate, hidden, layers = (getattr(config, name, None) for name in names)
-    if not (experts and intermediate and hidden and layers):
+    shape = moe_shape(config)
+    if shape is None:
         return None
     if device != "cpu":
-        weights = 3 * (intermediate // tensor_parallel) * hidden
-        part_bytes: tuple[int, ...] = (weights * _weight_bytes(config),)
+        weights = 3 * (shape.intermediate // tensor_parallel) * shape.hidden
+        part_bytes: tuple[int, ...] = (weights * (BF16_BYTES if quantization is None else FP8_BYTES),)
     else:
-        shard = -(-intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
-        part_bytes = (2 * shard * hidden * BF16_BYTES, shard * hidden * BF16_BYTES)
-    geometry = slab_geometry(settings, layers, experts, part_bytes, device)
+        shard = -(-shape.intermediate // tensor_parallel // CPU_ALIGNMENT) * CPU_ALIGNMENT
+        part_bytes = (2 * shard * shape.hidden * BF16_BYTES, shard * shape.hidden * BF16_BYTES)
+    geometry = slab_geometry(settings, shape.moe_layers, shape.experts, part_bytes, device)
     if kv_bytes is not None:
         reserve_pages(settings, geometry, kv_bytes - staging_share(settings, geometry, kv_bytes))
     return geometry
-
-
-def _weight_bytes(config: Any) -> int:
-    """Bytes of one expert weight in the checkpoint."""
-    quantization = getattr(config, "quantization_config", None)
-    fp8 = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
-    return FP8_BYTES if fp8 else BF16_BYTES

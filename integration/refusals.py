@@ -13,6 +13,7 @@ import vllm.envs as envs
 
 from vamp_integration import settings
 from vamp_integration.settings import LOAD_FORMAT
+from vamp_integration.supported import refused_architecture, refused_quantization
 from vamp_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,6 +141,20 @@ RULES: tuple[Rule, ...] = (
         _off,
         "there are no experts to move",
         "serve it without VAMP, or serve a mixture-of-experts model",
+    ),
+    Rule(
+        "--model",
+        refused_architecture,
+        _off,
+        "it moves experts that are gated, without biases and of one shape, built by vLLM's own model",
+        "serve it without VAMP",
+    ),
+    Rule(
+        "--quantization",
+        refused_quantization,
+        _off,
+        "it moves experts in bf16, fp16 or, on a GPU, fp8 in blocks",
+        "serve such a checkpoint of the model, or this one without VAMP",
     ),
     Rule(
         "--enable-elastic-ep",

@@ -1,17 +1,20 @@
-"""A tiny Qwen3-Next with seeded random weights, for machines without a GPU or a model hub.
+"""Tiny mixture-of-experts models with seeded random weights, for machines without a GPU or a model hub.
 
-Real architecture (three linear-attention layers and one full-attention layer, routed experts and a shared
-expert), small enough for two cores. The weights are random but not degenerate: the output depends on every
-expert and every KV block that was read, so wrong bytes change tokens.
+Real architectures (``tiny_families.py``), by default Qwen3-Next: three linear-attention layers and one
+full-attention layer, routed experts and a shared expert. Small enough for two cores. The weights are random
+but not degenerate: the output depends on every expert and every KV block that was read, so wrong bytes change
+tokens.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vamp_integration.tiny_families import FAMILIES, Family, config_fields
 from vamp_runtime.errors import ConfigError
 
 
@@ -28,10 +31,8 @@ class TinyShape:
     max_positions: int = 32768
 
     def __post_init__(self) -> None:
-        if self.layers % 4:
-            raise ConfigError(
-                f"layers: {self.layers} is not a multiple of 4 (3 linear, 1 full attention); use 4"
-            )
+        if self.layers < 2:
+            raise ConfigError(f"layers: {self.layers} is below 2 (the first may be dense); use 4")
         if not 0 < self.top_k <= self.experts:
             raise ConfigError(f"top_k: {self.top_k} is outside 1..{self.experts} (experts); use 4")
         if self.hidden % 32 or self.intermediate % 32:
@@ -41,54 +42,67 @@ class TinyShape:
             )
 
 
-def model_config(shape: TinyShape) -> dict[str, Any]:
-    """Keyword arguments of ``transformers.Qwen3NextConfig`` for ``shape``."""
-    return {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "moe_intermediate_size": shape.intermediate,
-        "shared_expert_intermediate_size": shape.intermediate,
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "full_attention_interval": 4,
-        "max_position_embeddings": shape.max_positions,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
+def write_checkpoint(
+    path: Path,
+    seed: int = 0,
+    shape: TinyShape | None = None,
+    family: str = "qwen3-next",
+    quantization: str = "",
+) -> Path:
+    """Write config and safetensors to the folder ``path``; the same seed gives the same bytes.
 
+    Args:
+        family: one of ``FAMILIES``.
+        quantization: ``fp8`` or ``compressed-tensors`` (routed experts in blocks); empty is bf16.
 
-def write_checkpoint(path: Path, seed: int = 0, shape: TinyShape | None = None) -> Path:
-    """Write config and bf16 safetensors to the folder ``path``; the same seed gives the same bytes.
-
-    Raises ``ConfigError`` where ``path`` exists and is not an empty folder.
+    Raises ``ConfigError`` where ``path`` exists and is not an empty folder, or the family is not known or
+    does not come in this shape.
     """
     import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    import transformers
 
     shape = shape or TinyShape()
+    kind = _family(family, shape)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"path: {path} exists and is not an empty folder; name a new one")
-    config = Qwen3NextConfig(**model_config(shape), dtype="bfloat16")
+    config = getattr(transformers, f"{kind.prefix}Config")(**config_fields(kind, shape), dtype="bfloat16")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3NextForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = getattr(transformers, kind.model_class)(config)
         _spread(model)
     path.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(path, safe_serialization=True)  # type: ignore[arg-type]
-    (path / "vamp_tiny.json").write_text(json.dumps({"seed": seed, **shape.__dict__}) + "\n")
+    model.to(torch.bfloat16).save_pretrained(
+        path, safe_serialization=True, save_original_format=not kind.fused
+    )
+    _complete(path / "config.json", kind, shape)
+    (path / "vamp_tiny.json").write_text(
+        json.dumps({"seed": seed, "family": family, **shape.__dict__}) + "\n"
+    )
+    if quantization:
+        from vamp_integration.tiny_fp8 import quantize_experts
+
+        quantize_experts(path, quantization)
     return path
+
+
+def _family(name: str, shape: TinyShape) -> Family:
+    if name not in FAMILIES:
+        raise ConfigError(f"family: {name} is not known; use one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    if family.hybrid and shape.layers % 4:
+        raise ConfigError(
+            f"layers: {shape.layers} is not a multiple of 4 (3 linear, 1 full attention); use 4"
+        )
+    return family
+
+
+def _complete(file: Path, family: Family, shape: TinyShape) -> None:
+    """Give ``config.json`` the fields of published checkpoints that ``transformers`` does not write."""
+    config = json.loads(file.read_text())
+    if "num_experts" in config_fields(family, shape):
+        config.pop("num_local_experts", None)
+        config["num_experts"] = shape.experts
+    file.write_text(json.dumps({**config, **family.written}, indent=2) + "\n")
 
 
 def _spread(model: Any) -> None:
@@ -102,4 +116,8 @@ def _spread(model: Any) -> None:
             if "embed_tokens" in name:
                 weight.normal_(0.0, 1.0)
             else:
-                weight.normal_(0.0, weight.shape[-1] ** -0.5 * (2.0 if "mlp.gate" in name else 1.0))
+                router = re.search(r"\.gate\.weight$", name)
+                weight.normal_(0.0, weight.shape[-1] ** -0.5 * (2.0 if router else 1.0))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(0.0, 0.2)

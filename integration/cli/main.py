@@ -40,14 +40,16 @@ app.command("profile-routing")(profile_routing)
 def make_model(
     path: Annotated[Path, typer.Argument(help="New folder for the checkpoint.", show_default=False)],
     seed: Annotated[int, typer.Option(help="Seed of the weights; the same seed gives the same bytes.")] = 0,
-    layers: Annotated[int, typer.Option(help="Layers, a multiple of 4.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers, for Qwen3-Next and Qwen3.5 a multiple of 4.")] = 4,
     experts: Annotated[int, typer.Option(help="Experts per layer.")] = 32,
     top_k: Annotated[int, typer.Option(help="Experts per token.")] = 4,
+    family: Annotated[str, typer.Option(help="Family of models, such as mixtral.")] = "qwen3-next",
 ) -> None:
-    """Write a tiny Qwen3-Next checkpoint with random weights, for trying things without a GPU."""
+    """Write a tiny checkpoint with random weights, for trying things without a GPU."""
     from vamp_integration.tiny_model import TinyShape, write_checkpoint
 
-    typer.echo(write_checkpoint(path, seed, TinyShape(layers=layers, experts=experts, top_k=top_k)))
+    shape = TinyShape(layers=layers, experts=experts, top_k=top_k)
+    typer.echo(write_checkpoint(path, seed, shape, family))
 
 
 @app.command()

@@ -21,7 +21,8 @@ class SlabGeometry:
     ``home_slots`` groups of home aliases. ``part_bytes`` holds the bytes of one expert in each part: one part
     where ``w13`` and ``w2`` are views of one record, two where the kernel wants a dense slab of each. All
     sizes in bytes. A page is one physical handle, the smallest thing that can move. At the highest level
-    ``spare_homes`` of the homes are those of groups in HBM, which a swap may give for others.
+    ``spare_homes`` of the homes are those of groups in HBM, which a swap may give for others. The last
+    ``padding_bytes`` of a record hold nothing, and count in ``part_bytes``.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class SlabGeometry:
     home_slots: int
     staging_records: int
     spare_homes: int = 0
+    padding_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert self.page_bytes % self.granularity == 0
@@ -50,11 +52,12 @@ class SlabGeometry:
         max_offload_ratio: float,
         staging_records: int = 0,
         spare_homes: int = 0,
+        pad: bool = False,
     ) -> SlabGeometry:
         """The smallest group that is whole granules in every part, and the homes that the ratio asks for.
 
         ``staging_records`` is rounded up to whole groups. ``spare_homes`` come on top where there are levels
-        at all and groups are left.
+        at all and groups are left. ``pad`` a record of one part where a group would be too large.
 
         Raises:
             ConfigError: the ratio is outside 0..1, or a group would exceed 8 experts or 64 MiB.
@@ -63,9 +66,12 @@ class SlabGeometry:
             raise ConfigError(
                 f"max_offload_ratio={max_offload_ratio}: must lie between 0 and 1; 0.15 would work"
             )
-        group = math.lcm(*(granularity // math.gcd(part, granularity) for part in part_bytes))
-        if group > MAX_GROUP_EXPERTS or group * sum(part_bytes) > MAX_GROUP_BYTES:
-            raise ConfigError(_group_too_large(part_bytes, granularity, group))
+        padding, group = 0, _group(part_bytes, granularity)
+        if _too_large(part_bytes, group):
+            if not pad or len(part_bytes) != 1:
+                raise ConfigError(_group_too_large(part_bytes, granularity, group))
+            group, record = _padded(part_bytes[0], granularity)
+            padding, part_bytes = record - part_bytes[0], (record,)
         # A ratio is written in decimals: without the slack 0.29 of 100 experts would be 28.
         levels = math.floor(max_offload_ratio * experts / group + 1e-9)
         spare = min(spare_homes, experts // group - levels) if levels else 0
@@ -79,6 +85,7 @@ class SlabGeometry:
             home_slots=levels + spare,
             staging_records=-(-staging_records // group) * group,
             spare_homes=spare,
+            padding_bytes=padding,
         )
 
     @property
@@ -135,9 +142,10 @@ class SlabGeometry:
 
     @property
     def extra_hbm_bytes(self) -> int:
-        """HBM of this rank that holds no expert of its own: staging, and the padding of short last groups."""
-        padding = self.layers * (self.own_slots - self.experts)
-        return (self.staging_records + padding) * self.expert_bytes
+        """HBM of this rank that holds no expert of its own: staging, padding of records and short groups."""
+        short = self.layers * (self.own_slots - self.experts)
+        padding = self.layers * self.experts * self.padding_bytes
+        return (self.staging_records + short) * self.expert_bytes + padding
 
     @property
     def slots(self) -> int:
@@ -151,6 +159,24 @@ class SlabGeometry:
     def reservation_bytes(self, part: int) -> int:
         """Bytes of addresses that one layer reserves for ``part``."""
         return self.slots * self.part_bytes[part]
+
+
+def _group(part_bytes: tuple[int, ...], granularity: int) -> int:
+    """Experts of the smallest run that is whole granules in every part."""
+    return math.lcm(*(granularity // math.gcd(part, granularity) for part in part_bytes))
+
+
+def _too_large(part_bytes: tuple[int, ...], group: int) -> bool:
+    return group > MAX_GROUP_EXPERTS or group * sum(part_bytes) > MAX_GROUP_BYTES
+
+
+def _padded(record: int, granularity: int) -> tuple[int, int]:
+    """``(group, padded record)`` that waste the least; a group of one expert may be of any size."""
+    groups = [1 << power for power in range(MAX_GROUP_EXPERTS.bit_length())]
+    steps = [(group, granularity // group) for group in groups if granularity % group == 0]
+    padded = [(group, -(-record // step) * step) for group, step in steps]
+    fitting = [choice for choice in padded if choice[0] == 1 or not _too_large(choice[1:], choice[0])]
+    return min(fitting, key=lambda choice: (choice[1], choice[0]))
 
 
 def _group_too_large(part_bytes: tuple[int, ...], granularity: int, group: int) -> str:

@@ -70,6 +70,20 @@ def test_groups_too_large_are_an_error_that_knows_a_way(parts: tuple[int, ...], 
         SlabGeometry.plan(2, 64, tuple(part // times for part in parts), granularity, 0.5)
 
 
+@given(record=st.integers(1, 300 * 128).map(lambda n: n * 4096), granule=st.sampled_from([65536, 2 * MIB]))
+def test_padding_makes_whole_pages_of_any_record(record: int, granule: int) -> None:
+    geometry = SlabGeometry.plan(2, 64, (record,), granule, 0.25, pad=True)
+    assert geometry.expert_bytes == record + geometry.padding_bytes
+    assert geometry.group_bytes % granule == 0 and geometry.padding_bytes < granule
+    assert geometry.group == 1 or geometry.group_bytes <= 64 * MIB
+    try:
+        unpadded = SlabGeometry.plan(2, 64, (record,), granule, 0.25)
+    except ConfigError:
+        assert geometry.padding_bytes or geometry.group == 1
+    else:
+        assert geometry == unpadded
+
+
 @given(
     experts=st.integers(1, 70),
     parts=st.lists(st.integers(1, 40).map(lambda n: n * 512), min_size=1, max_size=3),

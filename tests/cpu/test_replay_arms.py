@@ -130,7 +130,13 @@ BAD_OPTIONS = [
     ),
 ]
 
-TINY = {"num_experts": 32, "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+TINY = {
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+}
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[" ".join(o) for o, _ in BAD_OPTIONS])

@@ -57,8 +57,8 @@ def test_the_prefix_cache_can_be_reset_under_a_cordon() -> None:
 
 def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
     shape = TinyShape()
-    config = SimpleNamespace(hidden_size=shape.hidden, moe_intermediate_size=shape.intermediate)
-    settings = VampSettings(policy=EAGER)
+    config = SimpleNamespace(num_hidden_layers=shape.layers)
+    settings = VampSettings(policy=EAGER, model="tiny-qwen3-next")
     costs = engine_costs(settings, config)
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
     arbiter = Arbiter(pool, costs, 16, lambda blocks: None, 0.03)

@@ -26,8 +26,8 @@ def test_a_hold_ends_with_the_step_and_its_levels_are_asked_for() -> None:
     from vamp_integration.tiny_model import TinyShape
 
     shape = TinyShape()
-    config = SimpleNamespace(hidden_size=shape.hidden, moe_intermediate_size=shape.intermediate)
-    costs = engine_costs(VampSettings(policy=EAGER), config)
+    config = SimpleNamespace(num_hidden_layers=shape.layers)
+    costs = engine_costs(VampSettings(policy=EAGER, model="tiny-qwen3-next"), config)
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
     arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None, max_bubble_s=0.03)
     arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))

@@ -231,7 +231,13 @@ def test_costs_are_those_of_the_profiles() -> None:
         moe_config=SimpleNamespace(experts_per_token=10),
         w13_weight=torch.empty(1, dtype=torch.bfloat16),
     )
-    config = SimpleNamespace(hidden_size=2048, moe_intermediate_size=512, num_hidden_layers=24)
+    config = SimpleNamespace(
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        num_hidden_layers=24,
+        num_experts=512,
+        num_experts_per_tok=10,
+    )
     costs = staging_costs(VampSettings(), config, layer, 6 << 20)
     assert (costs.top_k, costs.weight_bytes, costs.rows_per_read) == (10, 2, 64)
     assert costs.copy_rate > costs.read_rate > 4e10 and costs.token_s * 24 * 80_000 == pytest.approx(
