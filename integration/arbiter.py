@@ -22,6 +22,8 @@ from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
 from vamp_runtime.policy.decide import Action, Decision, Situation, decide
 
+# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
+BESIDE_STEPS_S = 0.25
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
 RETRY_S = 5.0
 
@@ -32,9 +34,10 @@ class Arbiter:
     Args:
         tokens_per_block: tokens of one KV block.
         resize: called with the new number of blocks whenever the pool has grown or shrunk.
-        max_bubble_s: longest time that one move may hold a step up, in seconds; at least one level moves.
+        max_move_s: longest time that one move may take, in seconds; at least one level moves.
 
     Attributes:
+        max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
     """
@@ -45,7 +48,7 @@ class Arbiter:
         costs: Costs,
         tokens_per_block: int,
         resize: Callable[[int], None],
-        max_bubble_s: float,
+        max_move_s: float,
     ) -> None:
         self.pool = pool
         self.costs = costs
@@ -58,9 +61,8 @@ class Arbiter:
         self.holding = False
         self.level_held = False
         self._wanted_levels = 0
-        self._max_bubble_s = max_bubble_s
-        self._level_s = max_bubble_s
-        self.swap_s = max_bubble_s
+        self.max_move_s = max_move_s
+        self._level_s = self.swap_s = max_move_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
         pool.on_evict = self._evicted
@@ -75,7 +77,7 @@ class Arbiter:
         self._refill()
         if self._wanted_levels and self.pool.cordon_limit is None:
             # How long a level takes is known from the last move; before that one moves at a time.
-            most = max(1, int(self._max_bubble_s / self._level_s))
+            most = max(1, int(self.max_move_s / self._level_s))
             self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, most))
 
     def _refill(self) -> None:
@@ -98,6 +100,8 @@ class Arbiter:
         """Take over what the ranks report: their capacity, or the outcome of a move."""
         if report.capacity is not None:
             self.controller.announce(report.capacity)
+            if report.capacity.beside_steps:
+                self.max_move_s = self._level_s = self.swap_s = BESIDE_STEPS_S
             capacity = report.capacity
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
             self.journal.capacity(self.controller)

@@ -73,6 +73,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     """
     layers = routed_experts(model)
     _check(layers, settings)
+    settings = dataclasses.replace(settings, moe_kernel=_kernel(layers, settings))
     first = layers[0]
     device: torch.device = first.w13_weight.data.device  # type: ignore[assignment]
     experts = first.local_num_experts
@@ -134,6 +135,20 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
         geometry.staging_records // STAGING_BUFFERS,
     )
     return memory
+
+
+def _kernel(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> str:
+    """``settings.moe_kernel`` where it says which, else VAMP's if it computes every layer."""
+    if settings.moe_kernel != "auto":
+        return settings.moe_kernel
+    if layers[0].w13_weight.device.type == "cpu":
+        return "vllm"
+    reason = next(filter(None, map(misfit, layers)), "")
+    if reason:
+        logger.warning(
+            "VAMP: vLLM's MoE kernel computes this model, since %s; moves will hold steps up", reason
+        )
+    return "vllm" if reason else "vamp"
 
 
 def _geometry(

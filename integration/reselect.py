@@ -17,13 +17,12 @@ class Reselector:
     """For the scheduler's thread only.
 
     Args:
-        mib_per_s: most that is swapped, in MiB a second.
-        max_bubble_s: longest time that one move may take, in seconds; at least one pair of groups is swapped.
+        mib_per_s: most that is swapped, in MiB a second. A swap takes as long as any move may
+            (``Arbiter.max_move_s``); at least one pair of groups is swapped.
     """
 
-    def __init__(self, arbiter: Arbiter, mib_per_s: float, max_bubble_s: float) -> None:
+    def __init__(self, arbiter: Arbiter, mib_per_s: float) -> None:
         self.arbiter = arbiter
-        self._max_bubble_s = max_bubble_s
         self._allowance = Allowance(mib_per_s * 2**20, at=time.monotonic())
         self._candidates: list[Candidate] = []
         self._epoch = 0
@@ -43,7 +42,7 @@ class Reselector:
         group_bytes = controller.capacity.group_bytes
         self._allowance = self._allowance.later(time.monotonic(), group_bytes)
         # How long a swap takes is known from the last one; before that one goes alone.
-        most = max(1, int(self._max_bubble_s / self.arbiter.swap_s))
+        most = max(1, int(self.arbiter.max_move_s / self.arbiter.swap_s))
         swaps = choose_swaps(self._candidates, self._allowance, group_bytes, most)
         if controller.request_swap(swaps):
             self._allowance = self._allowance.less(len(swaps) * group_bytes)

@@ -32,8 +32,6 @@ from vamp_integration.shrink import Shrinker
 
 # Seconds between two sets of figures for the metrics.
 FIGURES_EVERY_S = 0.1
-# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
-BESIDE_STEPS_S = 0.25
 
 
 class VampSchedulerMixin:
@@ -55,10 +53,10 @@ class VampSchedulerMixin:
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
         hardware = hardware_profile(chosen, config.device_config.device_type)
         self._host_read_bandwidth = hardware.host_read_bandwidth.value
-        bubble_s = BESIDE_STEPS_S if chosen.moe_kernel == "vamp" else chosen.max_bubble_ms / 1e3
+        bubble_s = chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
-        self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s, bubble_s)
+        self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -15,7 +15,7 @@ from vamp_runtime.errors import ConfigError
 
 KEY = "vamp"
 LOAD_FORMAT = "vamp"
-MOE_KERNELS = ("vllm", "vamp")
+MOE_KERNELS = ("auto", "vamp", "vllm")
 STAGING_MODES = ("auto", "off", "region")
 #: A block's pages of all layers side by side, so that the region grows at one end.
 GPU_LAYOUT = "BLHNC"
@@ -40,8 +40,8 @@ class VampSettings:
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
-        moe_kernel: ``vllm`` leaves vLLM's kernel, which reads an expert at its own address; ``vamp``, on a
-            GPU, is VAMP's own.
+        moe_kernel: ``vamp``, on a GPU, is VAMP's own; ``vllm`` leaves vLLM's kernel, which reads an expert at
+            its own address, so that moves hold steps up; ``auto`` takes VAMP's where it computes the layer.
         staging: on a GPU, whether host-backed experts are brought to HBM for the step that reads them:
             ``auto`` by the step's tokens, ``region`` all of them before every layer, ``off`` never.
         staging_mib: most HBM for that, in MiB, taken from the KV budget. Half of it serves a layer: experts
@@ -64,7 +64,7 @@ class VampSettings:
     restore: bool = True
     max_bubble_ms: float = 30.0
     max_cordon_s: float = 30.0
-    moe_kernel: str = "vllm"
+    moe_kernel: str = "auto"
     staging: str = "auto"
     staging_mib: int = 512
     nvtx: bool = False
@@ -87,7 +87,7 @@ class VampSettings:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
         if self.moe_kernel not in MOE_KERNELS:
-            raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'vllm'")
+            raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'auto'")
         if self.staging not in STAGING_MODES:
             raise ConfigError(f"staging: {self.staging!r} is none of {STAGING_MODES}; try 'auto'")
         for name, meaning in (("host_gib", "no limit"), ("reselect_mib_per_s", "off")):

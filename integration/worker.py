@@ -236,6 +236,7 @@ class VampWorkerMixin:
             group=geometry.group,
             level_bytes=geometry.pages_per_level * geometry.page_bytes,
             layers=geometry.layers,
+            beside_steps=self._memory.tables is not None,
         )
 
     def _settings(self) -> settings.VampSettings:

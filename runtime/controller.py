@@ -23,6 +23,7 @@ class Capacity:
         group: experts per expert group.
         level_bytes: HBM bytes that one level moves on a rank.
         layers: layers with experts on a rank.
+        beside_steps: moves do not hold steps up.
     """
 
     blocks_at: tuple[int, ...]
@@ -30,6 +31,7 @@ class Capacity:
     group: int
     level_bytes: int
     layers: int = 1
+    beside_steps: bool = False
 
     @property
     def group_bytes(self) -> int:

@@ -51,7 +51,7 @@ GOOD: dict[str, list[Any]] = {
     "restore": [True, False],
     "max_bubble_ms": [0.1, 60],
     "max_cordon_s": [0.1, 60],
-    "moe_kernel": ["vllm", "vamp"],
+    "moe_kernel": ["auto", "vllm", "vamp"],
     "staging": ["auto", "off", "region"],
     "staging_mib": [0, 1536],
     "nvtx": [True, False],

@@ -9,7 +9,7 @@ import pytest
 from support.scenarios import EAGER
 
 from vamp_runtime.controller import Capacity
-from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.memory.boundary import MoveKind, Outcome
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ def test_a_hold_ends_with_the_step_and_its_levels_are_asked_for() -> None:
     config = SimpleNamespace(num_hidden_layers=shape.layers)
     costs = engine_costs(VampSettings(policy=EAGER, model="tiny-qwen3-next"), config)
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
-    arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None, max_bubble_s=0.03)
+    arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None, max_move_s=0.03)
     arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))
     pool.get_new_blocks(6)
     request: Any = SimpleNamespace(num_computed_tokens=20)
@@ -43,3 +43,33 @@ def test_a_hold_ends_with_the_step_and_its_levels_are_asked_for() -> None:
 
     arbiter.begin_step()
     assert arbiter.weigh(1, [], 0, request, running=True) == 1 and not arbiter.holding
+
+
+def test_moves_beside_steps_may_take_longer() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    from vamp_integration.arbiter import BESIDE_STEPS_S, Arbiter
+    from vamp_integration.commands import Report
+    from vamp_integration.costs import engine_costs
+    from vamp_integration.pool import VampBlockPool
+    from vamp_integration.settings import VampSettings
+    from vamp_integration.tiny_model import TinyShape
+
+    config = SimpleNamespace(num_hidden_layers=TinyShape().layers)
+    costs = engine_costs(VampSettings(policy=EAGER, model="tiny-qwen3-next"), config)
+    for beside, levels in ((False, 1), (True, 5)):
+        pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
+        arbiter = Arbiter(pool, costs, tokens_per_block=16, resize=lambda blocks: None, max_move_s=0.03)
+        blocks = tuple(range(8, 29, 4))
+        capacity = Capacity(blocks, experts=32, group=2, level_bytes=1, beside_steps=beside)
+        arbiter.settle(Report(capacity=capacity))
+        assert arbiter.max_move_s == (BESIDE_STEPS_S if beside else 0.03)
+        arbiter.want(1)
+        first = arbiter.command()
+        assert first is not None and first.move is not None and first.move.levels == 1, "none is known yet"
+        outcome = Outcome(first.move.epoch, True, 1, 12, 1, 0, seconds=0.04, reason="")
+        arbiter.settle(Report(outcome=outcome))
+        arbiter.want(4)
+        second = arbiter.command()
+        assert second is not None and second.move is not None
+        assert second.move.levels == min(levels, 4), "as many as the time of the first allows"

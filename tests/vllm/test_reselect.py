@@ -76,9 +76,9 @@ class Desk:
         self.controller = CapacityController(10)
         self.controller.announce(Capacity((13, 17, 21), 32, 1, layers << 20, layers))
         self.pool = SimpleNamespace(cordon_limit=None)
-        arbiter = SimpleNamespace(controller=self.controller, pool=self.pool, swap_s=0.030)
+        arbiter = SimpleNamespace(controller=self.controller, pool=self.pool, swap_s=0.030, max_move_s=0.030)
         self.arbiter = arbiter
-        self.reselector = reselect.Reselector(arbiter, rate, max_bubble_s=0.030)  # type: ignore[arg-type]
+        self.reselector = reselect.Reselector(arbiter, rate)  # type: ignore[arg-type]
         self.controller.request_offload(2)
         self.settle()
 
