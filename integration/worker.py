@@ -138,6 +138,9 @@ class VampWorkerMixin:
         self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
         self._steps += 1
         if self._steps % self.home_refresh_steps == 0:
+            if self.parallel_config.tensor_parallel_size > 1:  # type: ignore[attr-defined]
+                # Homes must follow in the same step on every rank, so that the next move finds the same ones.
+                self._take_outcome(wait=True)
             self._order_by_use()
         if self._homes_due and not self._mover.busy:
             self._follow_coldest()
