@@ -228,7 +228,13 @@ def test_the_exit_status_tells_whether_something_blocks(
     assert [each["check"] for each in report["findings"] if each["status"] == "warning"] == ["GPU"]
 
 
-CONFIG = {"num_experts": 512, "moe_intermediate_size": 512, "hidden_size": 2048, "num_hidden_layers": 24}
+CONFIG = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+}
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -724,6 +724,10 @@ def child(name: str, model: str, spec: dict[str, Any], sender: Connection, log: 
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    from vllm.model_executor.models import registry
+
+    # vLLM inspects a model that it sees for the first time in a process of its own, which imports vLLM anew.
+    registry._run_in_subprocess = lambda inspect: inspect()
     module, _, function = name.rpartition(".")
     found = getattr(importlib.import_module(f"support.{module}"), function) if module else globals()[name]
     sender.send(found(model, **spec))

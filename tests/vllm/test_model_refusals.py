@@ -15,7 +15,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.models.registry import ModelRegistry
 
-from vamp_integration import supported
+from vamp_integration import engine_args, supported
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.moe_kernel import misfit
 from vamp_integration.placement import _scale
@@ -116,6 +116,20 @@ def test_an_engine_is_refused_in_one_line(engine_config: Any, name: str, value: 
     with pytest.raises(ConfigError) as caught:
         check_engine(config)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "chosen"),
+    [("cuda", "auto", "triton"), ("cuda", "marlin", "marlin"), ("cpu", "auto", "auto")],
+)
+def test_a_gpu_runs_the_kernel_that_reads_experts_where_they_lie(
+    device: str, given: str, chosen: str
+) -> None:
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device), kernel_config=SimpleNamespace(moe_backend=given)
+    )
+    engine_args._choose_experts(config)
+    assert config.kernel_config.moe_backend == chosen
 
 
 def test_names_are_those_of_vllm() -> None:
