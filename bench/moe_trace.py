@@ -82,9 +82,9 @@ def _correlation(event: Event) -> int | None:
 
 def kernels_by_range(events: Sequence[Event]) -> dict[str, list[Event]]:
     """The kernels that were launched inside each range, the innermost one counts; in order of time."""
-    named = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in ranges.NAMES]
+    named = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in ranges.KERNELS]
     launches = {_correlation(e): e for e in events if e.get("cat") in LAUNCHES}
-    found: dict[str, list[Event]] = {name: [] for name in ranges.NAMES}
+    found: dict[str, list[Event]] = {name: [] for name in ranges.KERNELS}
     for kernel in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
         launch = launches.get(_correlation(kernel))
         if launch is None:
@@ -99,7 +99,7 @@ def summary(events: Sequence[Event], repetitions: int) -> list[str]:
     """A line for each range that was entered: times of a call on the host, and of its kernels."""
     lines = [f"{'range':9}{'host us':>9}{'device us':>11}  kernels of a call"]
     kernels = kernels_by_range(events)
-    for name in ranges.NAMES:
+    for name in ranges.KERNELS:
         entered = [e["dur"] for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
         if not entered:
             continue
