@@ -142,7 +142,7 @@ def check_plan(
         config = SimpleNamespace(**hf_config.get("text_config", hf_config))
         quantization = (hf_config.get("quantization_config") or {}).get("quant_method")
     engine_costs(settings, config, device == "cpu")
-    if device == "cpu" and settings.moe_kernel != "vllm":
+    if device == "cpu" and settings.moe_kernel == "vamp":
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
     if device == "cpu" and settings.staging == "region":
         raise ConfigError("staging: region needs a GPU; use auto")

@@ -238,7 +238,7 @@ def test_costs_are_those_of_the_profiles() -> None:
         num_experts=512,
         num_experts_per_tok=10,
     )
-    costs = staging_costs(VampSettings(), config, layer, 6 << 20)
+    costs = staging_costs(VampSettings(moe_kernel="vllm"), config, layer, 6 << 20)
     assert (costs.top_k, costs.weight_bytes, costs.rows_per_read) == (10, 2, 64)
     assert costs.copy_rate > costs.read_rate > 4e10 and costs.token_s * 24 * 80_000 == pytest.approx(
         1, rel=0.2
