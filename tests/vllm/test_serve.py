@@ -1,18 +1,26 @@
-"""`vamp serve` as a user runs it: a process, a port, a signal."""
+"""`vamp serve` as a user runs it: a process, a port, its metrics page and what reads that, a signal."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.dashboard import asked_for
+from support.scenarios import EAGER, prompts
 from support.server import START_S, VAMP, Server, environment, serving
+
+from vamp_integration import metrics
 
 pytestmark = pytest.mark.vllm
 
 STOP_S = 90
+MIB = 1 << 20
+Page = dict[tuple[str, str], float]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +31,82 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = ["--max-model-len", "2048", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(32 << 20)]
-    folder = tmp_path_factory.mktemp("server")
-    with serving(tiny_model, cache, folder, "--max-offload-ratio", "0.5", *limits) as server:
+    """One for all of them, in the order that they are in; the last one stops it."""
+    settings = ["--max-offload-ratio", "0.5", "--vamp-policy", EAGER]
+    limits = ["--max-model-len", "2048", "--max-num-seqs", "2", "--kv-cache-memory-bytes", str(3 * MIB)]
+    with serving(tiny_model, cache, tmp_path_factory.mktemp("server"), *settings, *limits) as server:
         yield server
+
+
+def scrape(server: Server) -> Page:
+    """Values by name and VAMP's own label (empty where a metric has none)."""
+    own = {metric.label for metric in metrics.METRICS} - {""}
+    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
+    return {
+        (
+            sample.name,
+            next((value for label, value in sample.labels.items() if label in own), ""),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(("vamp:", "vllm:kv_fetch", "vllm:prompt_tokens_total"))
+    }
+
+
+def names(metric: metrics.Metric) -> set[tuple[str, str]]:
+    return {(f"vamp:{metric.name}{'_total' if metric.counter else ''}", value) for value in metric.values}
+
+
+def test_the_page_follows_the_moves(server: Server) -> None:
+    unused = scrape(server)
+    assert {key for metric in metrics.METRICS for key in names(metric)} <= unused.keys()
+    tokens = {"max_tokens": 24, "ignore_eos": True, "detokenize": False}
+    server.complete(prompt=[5, 6, 7], **tokens)
+    before = scrape(server)
+    assert before["vamp:level", ""] == 0 and before["vamp:moves_total", "offload"] == 0
+    for prompt in prompts(5, 9, 600):
+        server.complete(prompt=prompt, **tokens)
+    after = scrape(server)
+
+    level = after["vamp:level", ""]
+    assert 0 < level <= after["vamp:level_max", ""] and after["vamp:moves_total", "offload"] > 0
+    assert after["vamp:decisions_total", "expand"] > 0
+    given = before["vamp:pages", "expert"] - after["vamp:pages", "expert"]
+    assert given > 0 and given % level == 0
+    in_hbm = [owner for owner in metrics.OWNERS if owner != "home"]
+    assert sum(after["vamp:pages", o] - before["vamp:pages", o] for o in in_hbm) == 0
+    assert after["vamp:moved_bytes_total", "experts_to_kv"] == given * after["vamp:page_bytes", ""]
+    blocks = [
+        sum(page["vamp:kv_blocks", s] for s in ("pool", "reserve", "withdrawn")) for page in (before, after)
+    ]
+    assert blocks[0] < blocks[1] <= after["vamp:kv_blocks_max", ""]
+    assert after["vamp:experts_offloaded", ""] <= after["vamp:experts", ""] / 2
+    assert after["vamp:moe_host_read_bytes_total", ""] > 0
+    assert after["vamp:realized_cost_seconds_total", "offload"] > 0
+    assert after["vllm:prompt_tokens_total", ""] == 9 * 600 + 3
+
+
+def test_status_reads_the_page(server: Server) -> None:
+    done = subprocess.run([VAMP, "status", server.url, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    figures, page = json.loads(done.stdout), scrape(server)
+    assert figures["vamp"]["level"] == page["vamp:level", ""] > 0
+    assert figures["vamp"]["decisions"]["expand"] == page["vamp:decisions_total", "expand"]
+    assert 0 <= figures["vllm"]["prefix_hit_rate"] < 1 and figures["vllm"]["ttft_mean_s"] > 0
+
+
+def test_the_page_has_everything_the_dashboard_asks_for(server: Server) -> None:
+    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
+    samples = [sample for family in families for sample in family.samples]
+    assert asked_for() <= {sample.name for sample in samples}
+    assert all({"model_name", "engine"} <= s.labels.keys() for s in samples if s.name in asked_for())
+
+
+def test_what_travels_does_not_show_up_in_vllms_metrics(server: Server) -> None:
+    text = server.get("/metrics")[1].decode()
+    assert "vllm:num_requests_running" in text
+    assert not [line for line in text.splitlines() if line.startswith("vllm:") and "vamp:" in line]
+    assert "KV fetch" not in server.log.read_text()
 
 
 def test_serves_token_prompts_and_stops_on_sigterm(server: Server) -> None:
@@ -47,9 +127,6 @@ def test_serves_token_prompts_and_stops_on_sigterm(server: Server) -> None:
     }
     assert len(first["choices"][0]["token_ids"]) == 8
     assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
-
-    status, metrics = server.get("/metrics")
-    assert status == 200 and b"vllm:prompt_tokens_total" in metrics
 
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=STOP_S) == 0, server.log.read_text()[-4000:]
