@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import Any
 
@@ -115,14 +114,9 @@ class ServeEngine(VllmEngine):
 
     def _stage(self, mode: str) -> None:
         """Read host-backed experts by ``mode``, as VAMP's setting ``staging``, from now on."""
-        if importlib.util.find_spec("vamp_integration.staging") is not None:
-            from vamp_integration.staging import use_staging
+        from vamp_integration.staging import use_staging
 
-            self.rpc(use_staging, mode)
-        elif mode != "off":
-            raise ConfigError(
-                f"staging: {mode} is not in this version of VAMP; use vamp_direct or vamp_fixed"
-            )
+        self.rpc(use_staging, mode)
 
     def levels(self, share: float) -> int:
         """The level at which ``share`` of the experts are out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,11 @@ def test_a_gpu_beside_the_cpu_distribution_and_a_cpu_without_avx2() -> None:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     simulated = SimulatedCuda()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", simulated)  # type: ignore[arg-type]
-    return simulated
+    yield simulated
+    simulated.host.close()
 
 
 def test_a_gpu_is_described_tried_and_left_as_it_was(cuda: SimulatedCuda) -> None:
