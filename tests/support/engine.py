@@ -39,6 +39,13 @@ WORKS: dict[str, dict[str, int]] = {
 }
 
 
+def _path() -> dict[str, str]:
+    """Where the fork server finds ``support``: it does not take over ``sys.path``, and passes over in silence
+    what it cannot import."""
+    tests = str(Path(__file__).parents[1])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH", ""))))}
+
+
 def run_scenario(name: str, model: Path, **spec: Any) -> dict[str, Any]:
     """What ``support.scenarios.<name>(model, **spec)`` returns, from a process of its own."""
     # CUDA does not survive a fork, and importing some of vLLM's GPU modules starts it.
@@ -49,7 +56,7 @@ def run_scenario(name: str, model: Path, **spec: Any) -> dict[str, Any]:
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         process = context.Process(target=scenarios.child, args=(name, str(model), spec, sender, log.name))
-        with mock.patch.dict(os.environ, ENVIRONMENT):
+        with mock.patch.dict(os.environ, ENVIRONMENT | _path()):
             process.start()
         sender.close()
         try:
