@@ -18,8 +18,9 @@ demo: $(VENV)/.engine out/tiny/config.json
 	  --arm vllm --arm vamp_paper_0.25 --check-tokens --sessions 6 --turns 5 --concurrency 6 --think-cap 0.2 \
 	  --max-output 8 --max-num-batched-tokens 128 --engine-arg enforce_eager=true
 
+# Engines first: what takes long must not be left for one process at the end.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm tests/cpu tests/gpu
 
 lint: types
 	$(BIN)/ruff check .

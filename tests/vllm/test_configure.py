@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engine import run_scenario
@@ -10,8 +11,12 @@ from support.engine import run_scenario
 pytestmark = pytest.mark.vllm
 
 
-def test_levels_bound_and_homes_of_a_running_engine(tiny_model: Path) -> None:
-    run = run_scenario("reconfigured", tiny_model, kv_mib=3)
+@pytest.fixture(scope="module")
+def run(tiny_model: Path) -> dict[str, Any]:
+    return run_scenario("reconfigured", tiny_model, kv_mib=3)
+
+
+def test_levels_bound_and_homes_of_a_running_engine(run: dict[str, Any]) -> None:
     first, *others = run["refused"]
     assert "let the engine make a step" in first
     assert [text.split(":")[0] for text in others] == ["level", "moe_kernel", "max_offload_ratio"]
@@ -26,8 +31,7 @@ def test_levels_bound_and_homes_of_a_running_engine(tiny_model: Path) -> None:
     assert run["report"]["failed_moves"] == 0
 
 
-def test_homes_hold_the_experts_used_least(tiny_model: Path) -> None:
-    run = run_scenario("reconfigured", tiny_model, kv_mib=3)
+def test_homes_hold_the_experts_used_least(run: dict[str, Any]) -> None:
     assert run["copied"] > 0
     for hits, homed in zip(run["hits"], run["homed"], strict=True):
         assert sorted(homed) == sorted(hits)[: len(homed)] and len(homed) == 16

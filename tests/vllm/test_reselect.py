@@ -48,12 +48,6 @@ def test_refused_swaps_leave_every_token(tiny_model: Path, unmodified: list[dict
     assert run["failed_moves"] >= 3 and run["moves_by_kind"]["swap"] >= 3
 
 
-def test_off_is_off(tiny_model: Path, unmodified: list[dict[str, Any]]) -> None:
-    run = reselecting(tiny_model, rate=0)
-    assert run["results"] == unmodified
-    assert "swap" not in run["moves_by_kind"] and run["first_share"] == run["last_share"]
-
-
 def test_two_ranks_swap_the_same_groups(tiny_model: Path) -> None:
     work = {"seed": 4, "count": 2, "length": 300, "max_tokens": 48}
     vamp = {"max_offload_ratio": 0.34, "restore": False, "reselect_mib_per_s": 1000}
