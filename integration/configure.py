@@ -114,7 +114,7 @@ def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:
     record = sum(slab.geometry.part_bytes)
     for layer, hits in enumerate(worker._memory.hits.tolist()):
         routed = max(sum(hits), 1) / top_k
-        out = [expert for group in slab.out(layer) for expert in slab.experts_of(layer, group)]
+        out = slab.experts_out(layer)
         touched = sum(1 - (1 - min(1.0, hits[expert] / routed)) ** tokens for expert in out)
         result.append(touched * record)
     return result

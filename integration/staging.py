@@ -118,8 +118,7 @@ class Staging:
 
     def learn(self, hits: Sequence[Sequence[int]]) -> None:
         """Take over the use of the experts out of HBM from the counters, ``[layers][experts]``."""
-        slab, layers = self._slab, range(self._slab.geometry.layers)
-        out = [[e for group in slab.out(layer) for e in slab.experts_of(layer, group)] for layer in layers]
+        out = [self._slab.experts_out(layer) for layer in range(self._slab.geometry.layers)]
         self._use = use_of(hits, out, self._costs.top_k, self._costs.experts)
         self._decide()
 

@@ -156,12 +156,13 @@ class VampWorkerMixin:
 
     def _obey(self, command: StepCommand | None, idle: bool) -> None:
         """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
+        move = command.move if command is not None else None
         try:
             if command is not None:
                 self._claim = command.claimed_blocks
-            self._take_outcome(wait=idle or (command is not None and command.move is not None))
-            if command is not None and command.move is not None:
-                self._mover.start(command.move)
+            self._take_outcome(wait=idle or move is not None)
+            if move is not None:
+                self._mover.start(move)
                 self._take_outcome(wait=idle)
         except BaseException:
             # vLLM would only log this on most ranks and then wait for ever in a collective.

@@ -87,6 +87,10 @@ class ExpertSlab:
         """Groups out of HBM, in the order they left."""
         return tuple(self._out[layer])
 
+    def experts_out(self, layer: int) -> list[int]:
+        """Experts of the groups that are out of HBM."""
+        return [expert for group in self.out(layer) for expert in self.experts_of(layer, group)]
+
     def redirected(self, layer: int) -> frozenset[int]:
         """Groups that the slot table reads through their home aliases."""
         return frozenset(self._redirected[layer])
