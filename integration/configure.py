@@ -106,7 +106,7 @@ def follow_coldest(worker: Any) -> int:
 
 
 def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:
-    """Bytes that each layer is expected to read from experts out of HBM in a step of ``tokens`` tokens.
+    """Bytes that each layer is expected to read from experts on the host in a step of ``tokens`` tokens.
 
     From the hits counted so far, tokens taken as independent of each other.
     """
@@ -114,7 +114,8 @@ def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:
     record = sum(slab.geometry.part_bytes)
     for layer, hits in enumerate(worker._memory.hits.tolist()):
         routed = max(sum(hits), 1) / top_k
-        out = [expert for group in slab.out(layer) for expert in slab.experts_of(layer, group)]
+        on_host = slab.hosted(layer).intersection(slab.out(layer))
+        out = [expert for group in on_host for expert in slab.experts_of(layer, group)]
         touched = sum(1 - (1 - min(1.0, hits[expert] / routed)) ** tokens for expert in out)
         result.append(touched * record)
     return result

@@ -110,7 +110,7 @@ class Staging:
     def update(self) -> None:
         """Follow the slab's slot table, from the next step on. Cheap: it lies on the path of a move."""
         slab = self._slab
-        hosted = max(len(slab.redirected(layer)) for layer in range(slab.geometry.layers))
+        hosted = max(len(slab.hosted(layer)) for layer in range(slab.geometry.layers))
         self._out = hosted * slab.geometry.group
         self._staged = min(hosted, buffer_groups(slab)) * slab.geometry.group
         self._stale = True
@@ -119,7 +119,7 @@ class Staging:
     def learn(self, hits: Sequence[Sequence[int]]) -> None:
         """Take over the use of the experts out of HBM from the counters, ``[layers][experts]``."""
         slab, layers = self._slab, range(self._slab.geometry.layers)
-        out = [[e for group in slab.out(layer) for e in slab.experts_of(layer, group)] for layer in layers]
+        out = [[e for group in slab.hosted(layer) for e in slab.experts_of(layer, group)] for layer in layers]
         self._use = use_of(hits, out, self._costs.top_k, self._costs.experts)
         self._decide()
 
@@ -166,7 +166,7 @@ class Staging:
         ]
         slots = torch.tensor(merged, dtype=torch.int32)
         self.slots.copy_(slots)
-        self.hosted.copy_(slots >= slab.geometry.home_slot_base)
+        self.hosted.copy_(slots >= slab.geometry.host_slot_base)
         self._copies.follow([region.copies for region in regions])
         self._stale = False
 
