@@ -1,7 +1,7 @@
 """Which GPU's HBM holds the home pages that ``peer_hbm_gib`` asks for, and why none can.
 
-Asked by the worker before it loads, and by ``vamp doctor``; not by the engine's first process, which must not
-start CUDA before it forks.
+Asked by the worker before it loads, and by ``vamp doctor``. The engine's first process, which must not start
+CUDA before it forks, only counts GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.peer import Peer, choose_peer, find_peers
 
 GIB = 2**30
+
+
+def check_visible(settings: VampSettings, geometry: SlabGeometry, visible: int) -> None:
+    """Raise ``ConfigError`` where ``geometry`` has peer homes and ``visible`` counts one GPU or none."""
+    if geometry.peer_homes and visible < 2:
+        raise ConfigError(shortage(settings.peer_hbm_gib, (), geometry.peer_home_bytes, least=0))
 
 
 def peer_for(

@@ -15,7 +15,7 @@ from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda
 
 from vamp_integration import home_room, plan
 from vamp_integration.memory_driver import open_driver
-from vamp_integration.peer_room import peer_for, shortage
+from vamp_integration.peer_room import check_visible, peer_for, shortage
 from vamp_integration.settings import VampSettings
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory import peer as module
@@ -148,6 +148,14 @@ def test_no_peer_in_reach_is_one_line() -> None:
         "peer_hbm_gib: 4 needs another GPU, and none is visible and in reach; use 0"
     )
     assert shortage(1, (Peer(1, GIB),), GIB, 0) == ""
+
+
+def test_one_visible_gpu_is_refused_before_anything_starts() -> None:
+    settings = VampSettings(peer_hbm_gib=4)
+    with pytest.raises(ConfigError, match=r"^peer_hbm_gib: 4 needs another GPU, and none is visible"):
+        check_visible(settings, geometry(settings), 1)
+    check_visible(settings, geometry(settings), 2)
+    check_visible(VampSettings(), geometry(VampSettings()), 1)
 
 
 def test_a_peer_too_small_for_every_layer_is_refused() -> None:
