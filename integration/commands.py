@@ -29,13 +29,17 @@ class MemoryFigures:
     Attributes:
         pages: pages by kind of owner (``OwnerKind.value``), each of ``page_bytes``.
         home_bytes_copied: copied from HBM to home pages.
-        host_bytes_read: read by the MoE layers from home pages, estimated.
+        host_bytes_read: read by the MoE layers from home pages on the host, estimated.
+        peer_bytes_read: the same, in a peer's HBM.
+        home_pages: home pages by the tier they lie in (``Tier.value``).
     """
 
     pages: Mapping[str, int] = field(default_factory=dict)
     page_bytes: int = 0
     home_bytes_copied: int = 0
     host_bytes_read: int = 0
+    peer_bytes_read: int = 0
+    home_pages: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

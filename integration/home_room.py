@@ -17,13 +17,14 @@ _trial = functools.cache(try_allocation)
 
 
 def home_bytes(geometry: SlabGeometry) -> int:
-    """Host memory that one rank's home pages take."""
-    return geometry.layers * geometry.home_slots * geometry.group_bytes
+    """Host memory that one rank's home pages take; those in a peer take none."""
+    return geometry.host_home_bytes
 
 
 def fitting_ratio(geometry: SlabGeometry, room: int) -> float:
     """The largest ``max_offload_ratio``, in hundredths, whose homes of one rank fit into ``room`` bytes."""
-    slots = min(room // (geometry.layers * geometry.group_bytes), geometry.movable_groups)
+    on_host = room // (geometry.layers * geometry.group_bytes)
+    slots = min(on_host + geometry.peer_homes, geometry.movable_groups)
     levels = max(0, slots - geometry.spare_homes)
     return math.floor(100 * levels * geometry.group / geometry.experts) / 100
 

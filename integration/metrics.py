@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.ledger import OwnerKind
 from vamp_runtime.memory.move import MoveKind
 from vamp_runtime.policy.decide import Action
@@ -23,6 +24,7 @@ MICRO = 1e-6
 MOVES = tuple(kind.value for kind in MoveKind)
 ACTIONS = tuple(action.value for action in Action)
 OWNERS = tuple(kind.value for kind in OwnerKind)
+HOME_TIERS = (Tier.HOST.value, Tier.PEER.value)
 CAUSES = ("offload", "evict", "preempt")
 # Which way HBM pages go in a move of each kind.
 DIRECTIONS = {
@@ -67,6 +69,7 @@ METRICS = (
     Metric("kv_blocks_max", "KV blocks that are mapped at the highest level."),
     Metric("cordon_active", "1 while a tail of the KV cache is cordoned to be given back."),
     Metric("pages", "Physical pages by owner, on the first rank.", label="owner", values=OWNERS),
+    Metric("home_pages", "Home pages by where they lie, on the first rank.", label="tier", values=HOME_TIERS),
     Metric("page_bytes", "Bytes of a page."),
     Metric("decisions", "Decisions at a KV allocation.", counter=True, label="action", values=ACTIONS),
     Metric(
@@ -105,7 +108,7 @@ METRICS = (
     ),
     Metric(
         "copied_bytes",
-        "Expert bytes copied to and from home pages, on the first rank.",
+        "Expert bytes copied to and from home pages, also those in a peer, on the first rank.",
         counter=True,
         label="direction",
         values=("to_host", "from_host"),
@@ -113,6 +116,11 @@ METRICS = (
     Metric(
         "moe_host_read_bytes",
         "Expert bytes that the MoE layers read from host memory, on the first rank, estimated from hits.",
+        counter=True,
+    ),
+    Metric(
+        "moe_peer_read_bytes",
+        "Expert bytes that the MoE layers read from another GPU's HBM, on the first rank, estimated.",
         counter=True,
     ),
     Metric("evicted_blocks", "KV blocks that lost their cached content.", counter=True),
@@ -146,6 +154,7 @@ def _gauges(arbiter: Arbiter) -> dict[str, Mapping[str, float]]:
         "kv_blocks_max": {"": capacity.blocks_at[-1] if capacity else controller.mapped_blocks},
         "cordon_active": {"": limit is not None},
         "pages": memory.pages,
+        "home_pages": memory.home_pages,
         "page_bytes": {"": memory.page_bytes},
     }
 
@@ -167,6 +176,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "moved_bytes": {way: journal.bytes_by_kind[kind.value] for kind, way in DIRECTIONS.items()},
         "copied_bytes": {"to_host": memory.home_bytes_copied, "from_host": journal.copied_bytes},
         "moe_host_read_bytes": {"": memory.host_bytes_read},
+        "moe_peer_read_bytes": {"": memory.peer_bytes_read},
         "evicted_blocks": {"": arbiter.pool.evictions},
         "cordons_given_up": {"": journal.cordons_given_up},
     }

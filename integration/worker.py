@@ -23,7 +23,7 @@ from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
 from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
-from vamp_integration.host_reads import HostReads
+from vamp_integration.host_reads import HostReads, experts_in
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
 from vamp_kernels import ranges
@@ -31,6 +31,8 @@ from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.mover import Mover
 from vamp_runtime.memory.slab import ExpertSlab
@@ -51,6 +53,7 @@ class VampWorkerMixin:
     _mover: Mover
     _hit_counts: HitCounts
     _host_reads: HostReads
+    _peer_reads: HostReads
     _home_bytes_copied: int = 0
     _use: DecayedUse
     _kv_buffer: kv_memory.KVBuffer | None = None
@@ -70,6 +73,7 @@ class VampWorkerMixin:
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
         self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
+        self._peer_reads = HostReads(memory.slab.geometry.expert_bytes)
         self._use = decayed_use(memory.slab)
 
     def determine_available_memory(self) -> int:
@@ -186,7 +190,9 @@ class VampWorkerMixin:
                 slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
             if self._memory.staging is not None:
                 self._memory.staging.learn(counts)
-        self._host_reads.look(counts, self.home_refresh_steps, hosted_experts(slab))
+        self._host_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.HOST))
+        if slab.geometry.peer_homes:
+            self._peer_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.PEER))
         self._homes_due = True
 
     def _follow_coldest(self) -> None:
@@ -223,6 +229,8 @@ class VampWorkerMixin:
             page_bytes=ledger.page_bytes,
             home_bytes_copied=self._home_bytes_copied,
             host_bytes_read=self._host_reads.nbytes,
+            peer_bytes_read=self._peer_reads.nbytes,
+            home_pages=home_pages(self._memory.slab.geometry),
         )
 
     def _capacity(self, pages: int) -> Capacity:
@@ -256,10 +264,10 @@ def decayed_use(slab: ExpertSlab) -> DecayedUse:
     return DecayedUse(group_of, geometry.groups)
 
 
-def hosted_experts(slab: ExpertSlab) -> list[list[int]]:
-    """Per layer, the experts that the slot table reads from host memory."""
-    first = slab.geometry.home_slot_base
-    return [[expert for expert, slot in enumerate(row) if slot >= first] for row in slab.slot_table]
+def home_pages(geometry: SlabGeometry) -> dict[str, int]:
+    """Home pages by ``Tier.value``; they never change."""
+    homes = {Tier.HOST: geometry.host_homes, Tier.PEER: geometry.peer_homes}
+    return {tier.value: count * geometry.pages_per_level for tier, count in homes.items()}
 
 
 def end_process() -> None:

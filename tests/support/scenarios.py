@@ -167,12 +167,15 @@ def exercised(
     for prompt in prompts(seed, count, length):
         results += rig.generate([prompt], max_tokens)
         rig.check()
-    hits = rig.worker._memory.hits.tolist()
+    memory = rig.worker._memory
     return {
         "results": results,
         "initial": initial,
         "highest_id": rig.highest_id,
-        "hits": hits,
+        "hits": memory.hits.tolist(),
+        "peer_homes": memory.slab.geometry.peer_homes,
+        "host_homes": memory.slab.geometry.host_homes,
+        "tier_bytes": {tier.value: size for tier, size in memory.driver.usage().tier_bytes.items()},
         **rig.report(),
     }
 
@@ -440,16 +443,16 @@ def faulty(
 
 def _faulty_drivers() -> list[FaultyDriver]:
     """From now on the worker's host drivers are wrapped; the list fills as they are made."""
-    from vamp_integration import placement
+    from vamp_integration import memory_driver
 
     made: list[FaultyDriver] = []
-    original = placement.HostDriver
+    original = memory_driver.HostDriver
 
     def make(*args: Any, **kwargs: Any) -> FaultyDriver:
         made.append(FaultyDriver(original(*args, **kwargs)))
         return made[-1]
 
-    placement.HostDriver = make  # type: ignore[misc, assignment]
+    memory_driver.HostDriver = make  # type: ignore[misc, assignment]
     return made
 
 
@@ -649,7 +652,7 @@ def two_ranks(model: str, fault: str) -> Any:
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from vamp_integration import arbiter, placement, worker
+    from vamp_integration import arbiter, memory_driver, worker
     from vamp_runtime.errors import StateLost
 
     # Forked ranks have what is replaced here; the CPU platform would spawn them.
@@ -664,8 +667,8 @@ def two_ranks(model: str, fault: str) -> Any:
         return {"results": oracle(model, [work], **options)["works"][0]}
     arbiter.RETRY_S = 0.0
     if fault == "driver and memory":
-        host = placement.HostDriver
-        placement.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
+        host = memory_driver.HostDriver
+        memory_driver.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
         available = CPUWorker.determine_available_memory
 
         def less_on_rank_one(self: Any) -> int:
