@@ -750,3 +750,42 @@ def exported(model: str, kv_mib: int = 8, max_tokens: int = 100, **options: Any)
     ]
     pages = {kind.value: rig.worker._memory.ledger.count(kind) for kind in OwnerKind}
     return {"samples": samples, "counted": pages, **rig.report()}
+
+
+def host_copies(
+    model: str, seed: int, count: int, length: int, turns: int, kv_mib: int, host_mib: int, **vamp: Any
+) -> Any:
+    """Sessions that take turns, with KV offloading to host and copies as late as they may be.
+
+    After every turn the tail goes back as soon as it can, while blocks in it are still being copied.
+    """
+    options: dict[str, Any] = {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "LateSpec",
+                "spec_module_path": "support.late_copies",
+                "cpu_bytes_to_use": host_mib * MIB,
+            },
+        }
+    }
+    settings = {"max_offload_ratio": 0.5, "policy": EAGER, "restore": False, **vamp}
+    rig = Rig(model, vamp=settings, kv_cache_memory_bytes=kv_mib * MIB, max_model_len=1024, **options)
+    controller, shrinker = rig.scheduler.arbiter.controller, rig.scheduler.shrinker
+    results, restored = [], 0
+    for _ in range(turns):
+        for session in prompts(seed, count, length):
+            results += rig.generate([session], 4)
+            if controller.level and not controller.moving:
+                restored += shrinker.restore(1)
+            rig.settle()
+            rig.check()
+    transfers = rig.scheduler.arbiter.host_kv.transfers
+    return {
+        "results": results,
+        "restored": restored,
+        "loaded_blocks": transfers.loaded_blocks,
+        "left": transfers.blocks,
+        **rig.report(),
+    }
