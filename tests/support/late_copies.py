@@ -1,5 +1,5 @@
-"""KV offloading to host for the CPU engine, which vLLM has none for: vLLM's own scheduler's half and host cache,
-and copies that are made as late as they may, so that one from memory that is gone ends the process."""
+"""KV offloading to host for the CPU engine, where vLLM has none: its own scheduler's half and host cache, and
+copies that are made as late as they may, so that one from memory that is gone ends the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class LateSpec(CPUOffloadingSpec):
-    """``CPUOffloadingSpec`` with a worker for memory of the host; ``late_polls`` looks go by before a copy."""
+    """``CPUOffloadingSpec`` whose worker copies within host memory, after ``late_polls`` looks."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

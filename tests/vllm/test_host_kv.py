@@ -25,6 +25,6 @@ def test_tails_go_back_while_blocks_are_copied_and_every_token_stays(tiny_model:
 
 def test_blocks_that_host_memory_holds_are_spilled_and_come_back(tiny_model: Path) -> None:
     """With no level to give, sessions that do not fit are served from host memory."""
-    spilled = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, max_offload_ratio=0.0, **WORK)
+    spilled = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, most=0, **WORK)
     assert spilled["decisions"]["spill"] > 0 and spilled["spilled_blocks"] > 0
     assert spilled["loaded_blocks"] > 0 and spilled["moves"] == 0
