@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_
 from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
+from vamp_integration.kv_offload import VampOffloadingConnector
 from vamp_integration.log import logger
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
@@ -40,6 +41,7 @@ class Arbiter:
         max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
+        host_kv: the connector that copies KV blocks to host memory and back, where the engine has one.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Arbiter:
         self.journal = Journal()
         self.hash_tokens = pool.hash_block_size
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
+        self.host_kv: VampOffloadingConnector | None = None
         self.holding = False
         self.level_held = False
         self._wanted_levels = 0
@@ -251,7 +254,21 @@ class Arbiter:
             partial_tokens=request.num_computed_tokens % self.tokens_per_block,
             can_preempt=evictable < missing,
             running=running,
+            copied=self._copied(missing, clean, hits),
+            load_block_s=self.host_kv.load_block_s if self.host_kv is not None else 0.0,
         )
+
+    def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:
+        """Whether host memory holds each of the next ``missing`` blocks to be evicted."""
+        if self.host_kv is None:
+            return ()
+        candidates = islice(self._evicted_next(hits), clean, clean + missing)
+        return tuple(self.host_holds(block) for block in candidates)
+
+    def host_holds(self, block: KVCacheBlock) -> bool:
+        """Whether host memory holds the cached content of ``block``."""
+        content = block.block_hash
+        return self.host_kv is not None and content is not None and self.host_kv.holds(content)
 
     def _candidate_age(self, clean: int, hits: Collection[KVCacheBlock], now: float) -> float:
         """Seconds since the block that would be evicted first was last used."""
@@ -259,7 +276,10 @@ class Arbiter:
         return 0.0 if candidate is None else max(0.0, now - self.pool.freed_at.get(candidate.block_id, now))
 
     def looked_up(self, request: Any, hit_tokens: int) -> None:
-        """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits."""
+        """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits.
+
+        Tokens loaded from host memory are hits: they are used again, and not computed.
+        """
         missed = request.block_hashes[hit_tokens // self.hash_tokens :]
         self.journal.evicted_tokens_missed += self.hit_rate.record(
             time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens
@@ -267,6 +287,8 @@ class Arbiter:
 
     def _evicted(self, lost: BlockHashWithGroupId) -> None:
         self.hit_rate.evicted(get_block_hash(lost))
+        if self.host_kv is not None and self.host_kv.holds(lost):
+            self.journal.spilled_blocks += 1
 
     def r_hit(self, now: float) -> float:
         reusable = self.costs.policy.hit_rate == "reusable"

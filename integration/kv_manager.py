@@ -46,10 +46,12 @@ class VampKVCacheManager(KVCacheManager):
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Called once for every admitted request: the lookup that counts for the hit rate."""
         super().record_prefix_cache_stats(request, num_hits)
+        host_kv = self.arbiter.host_kv
+        found = num_hits + (host_kv.loading(request) if host_kv is not None else 0)
         if request.num_preemptions:
-            self.arbiter.journal.preempted_tokens_lost += request.num_tokens - num_hits
+            self.arbiter.journal.preempted_tokens_lost += request.num_tokens - found
         elif self.prefix_cache_lookup_enabled(request):
-            self.arbiter.looked_up(request, num_hits)
+            self.arbiter.looked_up(request, found)
 
     def _wrap_need(self) -> None:
         original = self.coordinator.get_num_blocks_to_allocate

@@ -25,7 +25,7 @@ MOVES = tuple(kind.value for kind in MoveKind)
 ACTIONS = tuple(action.value for action in Action)
 OWNERS = tuple(kind.value for kind in OwnerKind)
 HOME_TIERS = (Tier.HOST.value, Tier.PEER.value)
-CAUSES = ("offload", "evict", "preempt")
+CAUSES = ("offload", "evict", "preempt", "spill")
 # Which way HBM pages go in a move of each kind.
 DIRECTIONS = {
     MoveKind.OFFLOAD: "experts_to_kv",
@@ -82,8 +82,8 @@ METRICS = (
     ),
     Metric(
         "realized_cost_seconds",
-        "Seconds of link or GPU time paid since: host bytes read over the link's rate, and tokens computed "
-        "again after an eviction or a preemption times the profile's seconds per token.",
+        "Seconds of link or GPU time paid since: host bytes read and KV blocks loaded, over the link's rate; "
+        "tokens computed again after an eviction or a preemption times the profile's seconds per token.",
         counter=True,
         label="cause",
         values=CAUSES,
@@ -124,6 +124,18 @@ METRICS = (
         counter=True,
     ),
     Metric("evicted_blocks", "KV blocks that lost their cached content.", counter=True),
+    Metric(
+        "spilled_blocks",
+        "KV blocks that lost their cached content while host memory held it too; evicted_blocks counts them.",
+        counter=True,
+    ),
+    Metric("loaded_blocks", "KV blocks copied back from host memory.", counter=True),
+    Metric("copying_blocks", "KV blocks that are being copied to host memory or back."),
+    Metric(
+        "steps_waited_for_copies",
+        "Steps in which only such copies kept a free tail from being given back.",
+        counter=True,
+    ),
     Metric("cordons_given_up", "Restores given up because their blocks did not become free.", counter=True),
 )
 
@@ -156,12 +168,14 @@ def _gauges(arbiter: Arbiter) -> dict[str, Mapping[str, float]]:
         "pages": memory.pages,
         "home_pages": memory.home_pages,
         "page_bytes": {"": memory.page_bytes},
+        "copying_blocks": {"": arbiter.host_kv.transfers.blocks if arbiter.host_kv is not None else 0},
     }
 
 
 def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping[str, float]]:
     journal, memory = arbiter.journal, arbiter.journal.memory
-    token_s = arbiter.costs.parameters.t_prefill_s
+    token_s, host_kv = arbiter.costs.parameters.t_prefill_s, arbiter.host_kv
+    loaded = host_kv.transfers.loaded_blocks if host_kv is not None else 0
     return {
         "decisions": journal.decisions,
         "predicted_cost_seconds": journal.predicted_s,
@@ -169,6 +183,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
             "offload": memory.host_bytes_read / host_read_bandwidth,
             "evict": journal.evicted_tokens_missed * token_s,
             "preempt": journal.preempted_tokens_lost * token_s,
+            "spill": loaded * host_kv.load_block_s if host_kv is not None else 0.0,
         },
         "moves": journal.moves,
         "moves_failed": {"": journal.failed_moves},
@@ -178,6 +193,9 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "moe_host_read_bytes": {"": memory.host_bytes_read},
         "moe_peer_read_bytes": {"": memory.peer_bytes_read},
         "evicted_blocks": {"": arbiter.pool.evictions},
+        "spilled_blocks": {"": journal.spilled_blocks},
+        "loaded_blocks": {"": loaded},
+        "steps_waited_for_copies": {"": journal.steps_waited_for_copies},
         "cordons_given_up": {"": journal.cordons_given_up},
     }
 

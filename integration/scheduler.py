@@ -25,6 +25,7 @@ from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
+from vamp_integration.kv_offload import VampOffloadingConnector
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.reselect import Reselector
@@ -58,6 +59,12 @@ class VampSchedulerMixin:
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
+        connector, kv = self.connector, self.kv_cache_config  # type: ignore[attr-defined]
+        if connector is not None:
+            # Every rank copies its own part of a block, all at once.
+            block_bytes = kv.kv_cache_tensors[0].size // kv.num_blocks
+            load_s = block_bytes / hardware.host_to_device_bandwidth.value
+            self.arbiter.host_kv = VampOffloadingConnector.adopt(connector, load_s)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()

@@ -1,6 +1,7 @@
 """Takes levels back from the KV cache: cordon the tail, wait until it is free, send the restore.
 
-Cached blocks in the tail lose their hashes; the decision has priced that loss (``decide_restore``).
+Cached blocks in the tail lose their hashes; the decision has priced that loss (``decide_restore``). Where
+vLLM copies KV blocks to host memory, the tail is free only when none of them is still being copied.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class Shrinker:
         return True
 
     def _carry_on(self) -> None:
-        arbiter = self.arbiter
-        if arbiter.pool.cordoned_free:
+        arbiter, limit = self.arbiter, self.arbiter.pool.cordon_limit
+        assert limit is not None
+        if arbiter.pool.cordoned_free and not self._copying(limit):
+            if arbiter.host_kv is not None:
+                arbiter.host_kv.forget(limit)
             arbiter.pool.truncate()
             blocks = arbiter.controller.request_restore(self._levels)
             assert blocks == arbiter.pool.num_gpu_blocks, (blocks, arbiter.pool.num_gpu_blocks)
@@ -59,6 +63,13 @@ class Shrinker:
         elif time.monotonic() - self._cordoned_at > self.settings.max_cordon_s:
             arbiter.pool.lift_cordon()
             arbiter.journal.cordons_given_up += 1
+
+    def _copying(self, limit: int) -> bool:
+        """Whether a copy to or from host memory still keeps the free tail from being unmapped."""
+        host_kv = self.arbiter.host_kv
+        waits = host_kv is not None and host_kv.uses(limit)
+        self.arbiter.journal.steps_waited_for_copies += waits
+        return waits
 
     def _look(self, waiting: int) -> None:
         now, arbiter, controller = time.monotonic(), self.arbiter, self.arbiter.controller
@@ -94,6 +105,8 @@ class Shrinker:
             waiting_requests=waiting,
             since_last_move_s=now - arbiter.last_move_at,
             moving=controller.moving,
+            copied_blocks=sum(map(arbiter.host_holds, cached)),
+            load_block_s=arbiter.host_kv.load_block_s if arbiter.host_kv is not None else 0.0,
         )
 
     def _exercise(self) -> None:

@@ -86,6 +86,11 @@ def rows(figures: ServerFigures) -> list[tuple[str, str]]:
         ),
         ("moved", _amounts(vamp["moved_bytes"])),
         ("copied", _amounts(vamp["copied_bytes"])),
+        (
+            "host copies of KV",
+            f"spilled {vamp['spilled_blocks']} blocks, loaded {vamp['loaded_blocks']}, "
+            f"copying {vamp['copying_blocks']}; steps a restore waited {vamp['steps_waited_for_copies']}",
+        ),
         ("host reads", f"{bytes_text(vamp['moe_host_read_bytes'])} by MoE layers (estimated)"),
         *_peer_rows(vamp),
         ("decisions", _kinds(vamp["decisions"]) or "none"),

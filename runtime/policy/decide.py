@@ -1,4 +1,4 @@
-"""The decision at a KV allocation that clean free blocks cannot satisfy: expand, evict, preempt or wait."""
+"""The decision at a KV allocation that clean free blocks cannot satisfy: which action is the cheapest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost
+from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost, spill_cost
 from vamp_runtime.policy.parameters import CostParameters
 
 
@@ -15,11 +15,13 @@ class Action(enum.Enum):
     """What to do about the blocks that are missing.
 
     At equal cost the first in this order wins, because it moves the least state: evicting only drops hashes,
-    and a level can still be given later; combined moves fewer levels than expanding; waiting moves the same
-    levels and delays a request; preempting throws away the computed state of a request that is being served.
+    and a level can still be given later; spilling is evicting where host memory holds copies; combined moves
+    fewer levels than expanding; waiting moves the same levels and delays a request; preempting throws away
+    the computed state of a request that is being served.
     """
 
     EVICT = "evict"
+    SPILL = "spill"
     COMBINED = "combined"
     EXPAND = "expand"
     WAIT = "wait"
@@ -58,6 +60,9 @@ class Situation:
         partial_tokens: tokens in the last, unfinished block of the request that would be preempted.
         can_preempt: there is a running request whose blocks can be freed now.
         running: the allocation is of a running request; otherwise of one that waits for admission.
+        copied: for each of the first ``needed_blocks`` candidates, in the order of eviction, whether host
+            memory holds a copy of it; empty where the engine keeps none (no KV offloading).
+        load_block_s: seconds to copy one block from host memory, where it keeps some.
     """
 
     needed_blocks: int
@@ -77,12 +82,15 @@ class Situation:
     partial_tokens: int
     can_preempt: bool
     running: bool
+    copied: tuple[bool, ...] = ()
+    load_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.needed_blocks > 0 and self.blocks_per_level > 0 and self.shards_per_group > 0
         assert min(self.evictable_blocks, self.evictable_tokens, self.partial_tokens, self.level) >= 0
         assert min(self.reserve_blocks, self.arriving_blocks, self.reserve_target, self.max_level) >= 0
         assert self.evictable_age_s >= 0 and 0 <= self.r_hit <= 1
+        assert len(self.copied) <= self.needed_blocks and self.load_block_s >= 0
 
 
 class Rejected(NamedTuple):
@@ -147,6 +155,7 @@ def decide(situation: Situation, parameters: CostParameters) -> Decision:
     expansion = _expansion(situation, parameters)
     options = (
         _evict(situation, parameters),
+        _spill(situation, parameters),
         _combined(situation, parameters, expansion),
         _expand(situation, parameters, expansion),
         _wait(situation, parameters, expansion),
@@ -213,6 +222,22 @@ def _evict(s: Situation, parameters: CostParameters) -> _Option:
     return _Option(Action.EVICT, cost, _evictable(s, blocks), evict_blocks=blocks)
 
 
+def _spilled(s: Situation, blocks: int, parameters: CostParameters) -> float:
+    """Price of evicting the first ``blocks`` candidates: what host memory holds comes back the sooner way."""
+    copied = sum(s.copied[:blocks])
+    rates = s.load_block_s, s.evictable_age_s, s.r_hit, parameters
+    return spill_cost(copied, blocks - copied, s.tokens_per_block, *rates)
+
+
+def _spill(s: Situation, parameters: CostParameters) -> _Option:
+    """Evict, and let host memory bring back what it holds: priced apart from an eviction that loses all."""
+    blocks = s.needed_blocks
+    reason = _evictable(s, blocks)
+    if not any(s.copied):
+        reason = "host memory holds no copy of them"
+    return _Option(Action.SPILL, _spilled(s, blocks, parameters), reason, evict_blocks=blocks)
+
+
 def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
     """Whole levels, as many as fit into the need, the bound and the reserve; the rest is evicted."""
     whole = max(0, s.needed_blocks - expansion.surplus) // s.blocks_per_level
@@ -222,6 +247,8 @@ def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -
     tokens = min(evict * s.tokens_per_block, s.evictable_tokens)
     shards = levels * s.shards_per_group
     cost = combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, parameters)
+    if any(s.copied[:evict]):
+        cost = min(cost, offload_cost(shards, s.experts, parameters) + _spilled(s, evict, parameters))
     reason = _evictable(s, evict)
     if take == 0:
         reason = "not one whole level"

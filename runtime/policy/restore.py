@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vamp_runtime.policy.cost import evict_cost, offload_cost
+from vamp_runtime.policy.cost import offload_cost, spill_cost
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
 
 
@@ -25,6 +25,8 @@ class RestoreSituation:
         waiting_requests: requests that wait for admission or were preempted.
         since_last_move_s: seconds since the last move in either direction was published.
         moving: a move is under way.
+        copied_blocks: those of ``cached_blocks`` that host memory holds a copy of.
+        load_block_s: seconds to copy one block from host memory.
     """
 
     level: int
@@ -39,11 +41,14 @@ class RestoreSituation:
     waiting_requests: int
     since_last_move_s: float
     moving: bool
+    copied_blocks: int = 0
+    load_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.blocks_per_level > 0 and self.shards_per_group > 0
         assert min(self.level, self.clean_blocks, self.cached_blocks, self.waiting_requests) >= 0
         assert self.cached_age_s >= 0 and 0 <= self.r_hit <= 1
+        assert 0 <= self.copied_blocks <= self.cached_blocks and self.load_block_s >= 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ def decide_restore(
 ) -> RestoreDecision:
     """The number of levels with the largest ``saving - dead_zone * loss`` over 0; at a tie the fewest.
 
-    The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go.
+    The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go,
+    or what it takes to load them where host memory holds copies.
     """
     reason = _hold(situation, restore)
     if reason is not None:
@@ -81,7 +87,12 @@ def decide_restore(
 
 
 def _loss(s: RestoreSituation, blocks: int, parameters: CostParameters) -> float:
-    return evict_cost(blocks * s.tokens_per_block, s.cached_age_s, s.r_hit, parameters) if blocks else 0.0
+    if not blocks:
+        return 0.0
+    # Which of the cached blocks a level takes is not known here: those without a copy count first.
+    lost = min(blocks, s.cached_blocks - s.copied_blocks)
+    rates = s.load_block_s, s.cached_age_s, s.r_hit, parameters
+    return spill_cost(blocks - lost, lost, s.tokens_per_block, *rates)
 
 
 def _hold(s: RestoreSituation, restore: RestoreParameters) -> str | None:

@@ -753,3 +753,55 @@ def exported(model: str, kv_mib: int = 8, max_tokens: int = 100, **options: Any)
     ]
     pages = {kind.value: rig.worker._memory.ledger.count(kind) for kind in OwnerKind}
     return {"samples": samples, "counted": pages, **rig.report()}
+
+
+def host_copies(
+    model: str,
+    seed: int,
+    count: int,
+    length: int,
+    turns: int,
+    kv_mib: int,
+    host_mib: int,
+    most: int | None = None,
+    late: bool = True,
+    **options: Any,
+) -> Any:
+    """Sessions that take turns, with KV offloading to host.
+
+    After every turn the tail goes back as soon as it can, while blocks in it are still being copied. ``most``
+    is the highest level to ask for; ``late`` copies are made as late as they may (``support.late_copies``).
+    """
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host_mib * MIB}
+    if late:
+        extra |= {"spec_name": "LateSpec", "spec_module_path": "support.late_copies"}
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        kv_cache_memory_bytes=kv_mib * MIB,
+        kv_transfer_config=connector,
+        **{"max_model_len": 1024, **options},
+    )
+    controller, shrinker = rig.scheduler.arbiter.controller, rig.scheduler.shrinker
+    controller.limit = most
+    results, restored = [], 0
+    for _ in range(turns):
+        for session in prompts(seed, count, length):
+            results += rig.generate([session], 4)
+            if controller.level and not controller.moving and rig.scheduler.arbiter.pool.cordon_limit is None:
+                restored += shrinker.restore(1)
+            rig.settle()
+            rig.check()
+    transfers = rig.scheduler.arbiter.host_kv.transfers
+    return {
+        "results": results,
+        "restored": restored,
+        "loaded_blocks": transfers.loaded_blocks,
+        "left": transfers.blocks,
+        **rig.report(),
+    }
