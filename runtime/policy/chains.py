@@ -6,7 +6,7 @@ block that is gone makes the later ones useless, and so does the recurrent state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,6 +102,9 @@ class Chains:
     Args:
         most: chains to remember; the one unused for longest is forgotten.
         ended: called with the seconds it was unused when a chain is forgotten.
+
+    Attributes:
+        orphans: blocks that belonged to chains and are still there, but belong to none now.
     """
 
     def __init__(self, layout: Layout, most: int, ended: Callable[[float], None]) -> None:
@@ -110,6 +113,7 @@ class Chains:
         self._chains: dict[Chain, None] = {}
         self._chain_of: dict[Hashable, Chain] = {}
         self._owners: dict[int, set[Chain]] = {}
+        self.orphans: dict[int, None] = {}
 
     def __iter__(self) -> Iterator[Chain]:
         return iter(self._chains)
@@ -150,6 +154,7 @@ class Chains:
         chain.hashes, chain.size, chain.curable = hashes, len(blocks), chain.usable(self.layout)
         for block in blocks:
             self._owners.setdefault(block, set()).add(chain)
+            self.orphans.pop(block, None)
         for block_hash in hashes:
             self._chain_of[block_hash] = chain
         self._use(chain, now_s)
@@ -158,8 +163,17 @@ class Chains:
 
     def lost(self, block: int) -> None:
         """``block`` no longer holds what it held."""
+        self.orphans.pop(block, None)
         for chain in self._owners.pop(block, ()):
             chain.drop(block)
+
+    def loss_of(self, blocks: Collection[int]) -> list[tuple[int, float]]:
+        """What losing ``blocks`` takes: per chain, tokens no longer usable, and when it was last used."""
+        losses = []
+        for chain in {chain: None for block in blocks for chain in self._owners.get(block, ())}:
+            left = (part for block, part in chain.blocks.items() if block not in blocks)
+            losses.append((chain.usable(self.layout) - usable_tokens(left, self.layout), chain.used_at))
+        return losses
 
     def forget(self, chain: Chain, now_s: float) -> None:
         """Stop remembering ``chain``; its blocks are then worth nothing by themselves."""
@@ -176,7 +190,7 @@ class Chains:
         """Whether a chain has ``block``."""
         return block in self._owners
 
-    def order(self, ranked: Iterable[Chain], free: Collection[int]) -> Iterator[int]:
+    def order(self, ranked: Iterable[Chain], free: Container[int]) -> Iterator[int]:
         """Free blocks of ``ranked`` chains, the cheapest chain first and in it the deepest block first.
 
         A block that several chains share comes with the last of them.
@@ -194,7 +208,7 @@ class Chains:
             assert chain.usable(self.layout) == usable_tokens(chain.blocks.values(), self.layout)
             assert chain.usable(self.layout) <= chain.curable and len(chain.blocks) <= chain.size
             assert all(chain in self._owners[block] for block in chain.blocks)
-        assert all(owners for owners in self._owners.values())
+        assert all(owners for owners in self._owners.values()) and not self._owners.keys() & self.orphans
         for block, owners in self._owners.items():
             assert all(chain in self._chains and block in chain.blocks for chain in owners)
         assert set(self._chain_of.values()) <= set(self._chains)
@@ -213,3 +227,4 @@ class Chains:
             owners.discard(chain)
             if not owners:
                 del self._owners[block]
+                self.orphans[block] = None

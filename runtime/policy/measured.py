@@ -120,12 +120,6 @@ def best_level(
 # Victims.
 
 
-def chain_loss_s(chain: Chain, layout: Layout, t_prefill_s: float, overhead_s: float) -> float:
-    """Re-prefill of everything ``chain`` is good for now; 0 where that is nothing."""
-    tokens = chain.usable(layout)
-    return tokens * t_prefill_s + overhead_s if tokens else 0.0
-
-
 def chain_rank(
     chain: Chain, layout: Layout, times: ReuseTimes, now_s: float, t_prefill_s: float
 ) -> tuple[float, float]:
@@ -139,12 +133,10 @@ def chain_rank(
 
 
 def eviction_s(
-    lost_tokens: Iterable[tuple[int, float]], times: ReuseTimes, t_prefill_s: float, overhead_s: float
+    lost: Iterable[tuple[int, float]], times: ReuseTimes, t_prefill_s: float, overhead_s: float
 ) -> float:
     """Expected re-prefill of what is evicted: per chain, tokens it loses and seconds it was unused."""
-    return sum(
-        times.chance(age) * (tokens * t_prefill_s + overhead_s) for tokens, age in lost_tokens if tokens
-    )
+    return sum(times.chance(age) * (tokens * t_prefill_s + overhead_s) for tokens, age in lost if tokens)
 
 
 def preempt_s(lost_tokens: int, t_prefill_s: float, overhead_s: float) -> float:
@@ -168,13 +160,13 @@ def admission_order(waiting: Sequence[Waiting], now_s: float, fairness_s: float)
     """Positions in the order of admission.
 
     First those that have waited ``fairness_s`` or longer; then those with at least half of their prompt
-    there, before it is evicted for the others; then the rest. Each in the order given.
+    there, before it is evicted for the others; then the rest. Each by arrival.
     """
 
-    def place(position: int) -> tuple[int, int]:
+    def place(position: int) -> tuple[int, float, int]:
         request = waiting[position]
-        if now_s - request.arrived_s >= fairness_s:
-            return 0, position
-        return (1 if 2 * request.cached_tokens >= max(request.prompt_tokens, 1) else 2), position
+        there = 2 * request.cached_tokens >= max(request.prompt_tokens, 1)
+        rank = 0 if now_s - request.arrived_s >= fairness_s else 1 if there else 2
+        return rank, request.arrived_s, position
 
     return sorted(range(len(waiting)), key=place)

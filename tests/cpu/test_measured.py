@@ -12,7 +12,6 @@ from vamp_runtime.policy.measured import (
     admission_order,
     best_level,
     blended,
-    chain_loss_s,
     chain_rank,
     cured_s,
     eviction_s,
@@ -116,8 +115,7 @@ def chain(used_at: float, blocks: int, state: bool = True) -> Chain:
 def test_a_chain_without_its_state_is_worth_nothing() -> None:
     reuse = ReuseTimes(prior=0.5, prior_events=4, tau_s=40, half_life=100)
     whole, broken = chain(90, 10), chain(99, 10, state=False)
-    assert chain_loss_s(whole, LAYOUT, T_PREFILL_S, 0.1) == pytest.approx(5440 * T_PREFILL_S + 0.1)
-    assert chain_loss_s(broken, LAYOUT, T_PREFILL_S, 0.1) == 0
+    assert (whole.usable(LAYOUT), broken.usable(LAYOUT)) == (5440, 0)
     ranks = [chain_rank(held, LAYOUT, reuse, 100, T_PREFILL_S) for held in (whole, broken)]
     assert ranks[1] < ranks[0]
 

@@ -124,7 +124,7 @@ class SessionCache:
         full = [block for block in self.free if block in self.holds]
         if not self.hold:
             return full[:count]
-        orphans = [block for block in full if not self.chains.owned(block)]
+        orphans = [block for block in self.chains.orphans if block in self.free]
         ranked = sorted(
             self.chains, key=lambda chain: chain_rank(chain, LAYOUT, self.times, now_s, T_PREFILL_S)
         )
