@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
@@ -17,6 +17,7 @@ from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
 from vamp_integration.log import logger
+from vamp_integration.measured import EngineFacts, Measured
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
@@ -40,6 +41,7 @@ class Arbiter:
         max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
+        measured: prices decisions where the policy's profile says so; else the paper's cost model does.
     """
 
     def __init__(
@@ -65,7 +67,19 @@ class Arbiter:
         self._level_s = self.swap_s = max_move_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
+        self.measured: Measured | None = None
         pool.on_evict = self._evicted
+
+    def measure(self, facts: Callable[[], EngineFacts]) -> None:
+        """Price by measurements where ``costs`` has parameters for it, beginning anew; else by the paper.
+
+        Raises ``ConfigError`` where the policy does not know the engine's kind of KV cache.
+        """
+        parameters, capacity = self.costs.measured, self.controller.capacity
+        measured = Measured(parameters, self.costs, self.pool, facts()) if parameters else None
+        if measured is not None and capacity is not None:
+            measured.announce(capacity)
+        self.measured, self.pool.on_lost = measured, measured.measurements.lost if measured else None
 
     # Around a step.
 
@@ -105,6 +119,10 @@ class Arbiter:
             capacity = report.capacity
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
             self.journal.capacity(self.controller)
+            if self.measured is not None:
+                self.measured.announce(capacity)
+        if report.reads is not None and self.measured is not None:
+            self.measured.counted(report.reads)
         if report.memory is not None:
             self.journal.memory = report.memory
         if report.outcome is None:
@@ -183,13 +201,17 @@ class Arbiter:
             self.journal.not_this_step += 1
             return need
         fresh = need - len(hits) + extra
-        clean = self._clean(fresh, hits)
+        blocks = self._clean(fresh, hits)
+        clean = len(blocks)
         if fresh <= clean:
             return need
         self._lift_idle_cordon()
-        decision = decide(
-            self._situation(fresh - clean, clean, hits, request, running), self.costs.parameters
-        )
+        situation = self._situation(fresh - clean, clean, hits, request, running)
+        if self.measured is None:
+            decision = decide(situation, self.costs.parameters)
+        else:
+            decision = self.measured.decide(situation, blocks, hits)
+            self._aim(self.measured)
         self.journal.decided(decision)
         return self._carry_out(decision, need)
 
@@ -204,6 +226,13 @@ class Arbiter:
             return self.pool.num_gpu_blocks + 1
         return need
 
+    def _aim(self, measured: Measured) -> None:
+        """Ask for the level that is worth its price, however little is short now."""
+        controller, capacity = self.controller, self.controller.capacity
+        if capacity is not None and time.monotonic() >= self._no_moves_until:
+            coming = controller.level + controller.arriving_levels + self._wanted_levels
+            self.want(measured.aim(coming, capacity.blocks_at[: controller.max_level + 1]))
+
     def _lift_idle_cordon(self) -> None:
         """Pressure is back before the tail was given away: keep it."""
         if self.pool.cordon_limit is not None:
@@ -214,20 +243,15 @@ class Arbiter:
         hit_ids = {block.block_id for block in hits}
         return (block for block in self.pool.free_order() if block.block_id not in hit_ids)
 
-    def _clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> int:
+    def _clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> list[KVCacheBlock]:
         """Blocks at the head of the free queue that hold nothing of value, up to ``wanted``."""
-        count = 0
-        for block in self._evicted_next(hits):
-            if count == wanted or block.block_hash is not None:
-                break
-            count += 1
-        return count
+        empty = takewhile(lambda block: block.block_hash is None, self._evicted_next(hits))
+        return list(islice(empty, wanted))
 
     def _situation(
         self, missing: int, clean: int, hits: Collection[KVCacheBlock], request: Any, running: bool
     ) -> Situation:
-        now = time.monotonic()
-        controller, capacity = self.controller, self.controller.capacity
+        now, controller, capacity = time.monotonic(), self.controller, self.controller.capacity
         blocked = capacity is None or now < self._no_moves_until
         coming = self._wanted_levels + controller.arriving_levels
         level = controller.level + coming
@@ -264,6 +288,8 @@ class Arbiter:
         self.journal.evicted_tokens_missed += self.hit_rate.record(
             time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens
         )
+        if self.measured is not None:
+            self.measured.looked_up(request)
 
     def _evicted(self, lost: BlockHashWithGroupId) -> None:
         self.hit_rate.evicted(get_block_hash(lost))

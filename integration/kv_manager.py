@@ -43,6 +43,12 @@ class VampKVCacheManager(KVCacheManager):
         finally:
             self._allocating = None
 
+    def free(self, request: Request) -> None:
+        """The measured policy notes which blocks hold the prefix that comes to rest."""
+        if self.arbiter.measured is not None:
+            self.arbiter.measured.rest(request)
+        super().free(request)
+
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Called once for every admitted request: the lookup that counts for the hit rate."""
         super().record_prefix_cache_stats(request, num_hits)

@@ -24,6 +24,7 @@ class VampBlockPool(BlockPool):
     freed_at: dict[int, float]
     evictions: int
     on_evict: Callable[[BlockHashWithGroupId], None] | None
+    on_lost: Callable[[int], None] | None
     cordon_limit: int | None
     parked: dict[int, KVCacheBlock]
 
@@ -36,7 +37,7 @@ class VampBlockPool(BlockPool):
             )
         pool.__class__ = cls
         assert isinstance(pool, cls)
-        pool.freed_at, pool.evictions, pool.on_evict = {}, 0, None
+        pool.freed_at, pool.evictions, pool.on_evict, pool.on_lost = {}, 0, None, None
         pool.cordon_limit, pool.parked = None, {}
         return pool
 
@@ -55,6 +56,12 @@ class VampBlockPool(BlockPool):
             yield block
             block = block.next_free_block
 
+    def put_first(self, blocks: list[KVCacheBlock]) -> None:
+        """Hand out these free blocks next, in this order."""
+        for block in blocks:
+            self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n(blocks)
+
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
@@ -69,6 +76,9 @@ class VampBlockPool(BlockPool):
         if self.cordon_limit is not None:
             self.lift_cordon()
         reset: bool = super().reset_prefix_cache()
+        if reset and self.on_lost is not None:
+            for block in self.blocks:
+                self.on_lost(block.block_id)
         return reset
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -78,6 +88,8 @@ class VampBlockPool(BlockPool):
             self.evictions += 1
             if self.on_evict is not None and lost is not None:
                 self.on_evict(lost)
+            if self.on_lost is not None:
+                self.on_lost(block.block_id)
         return evicted
 
     # Shrinking: cordon the tail, wait until every block of it is parked, then cut it off.

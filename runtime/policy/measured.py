@@ -64,7 +64,7 @@ def lognormal_shares(experts: int, sigma: float) -> tuple[float, ...]:
 
 def expected_touched(shares: Iterable[float], tokens: float, top_k: int) -> float:
     """Distinct experts of ``shares`` that a step of ``tokens`` tokens reads, if they choose independently."""
-    return sum(1 - (1 - min(1.0, top_k * share)) ** tokens for share in shares)
+    return sum(1 - math.pow(1 - min(1.0, top_k * share), tokens) for share in shares)
 
 
 def blended(prior: float, measured: float, steps: float, prior_steps: float) -> float:
