@@ -184,12 +184,16 @@ class Measurements:
 
     def cured(self, now_s: float, before: int, after: int) -> float | None:
         """Seconds of prefill that capacity would save over the horizon; None while too little is known."""
-        if self._curve is None or now_s - self._curve[0] > ANEW_EVERY_S:
-            self._curve = now_s, self._distances.curve(now_s)
-        curve = self._curve[1]
+        curve = self.curve(now_s)
         if curve.lookups < self.parameters.min_lookups:
             return None
         return cured_s(curve, before, after, self.cost.t_prefill_s, self.horizon_s(now_s))
+
+    def curve(self, now_s: float) -> HitCurve:
+        """What capacity hits, from the lookups of the window."""
+        if self._curve is None or now_s - self._curve[0] > ANEW_EVERY_S:
+            self._curve = now_s, self._distances.curve(now_s)
+        return self._curve[1]
 
     def horizon_s(self, now_s: float) -> float:
         recent = now_s - self._pressed_at <= self.parameters.horizon_min_s

@@ -44,12 +44,33 @@ def test_admitting_first_what_is_there_helps_and_passes_nobody_over_for_ever() -
 
 
 def test_the_curve_knows_the_knee_under_lru() -> None:
-    curve = served(BELOW, hold=False)[1].distances.curve(SECONDS)
+    outcome, cache = served(BELOW, hold=False)
+    measurements = cache.measurements
+    curve = measurements.curve(SECONDS)
     assert curve.lru(BELOW) == 0 and curve.lru(ABOVE) > 0.9 * curve.lru(10**6)
-    held = served(BELOW, hold=True)[0]
     # What holding reaches is at most the straight line to the knee, and not far below it.
     predicted = curve.held(BELOW) / curve.lru(10**6)
-    assert 0.6 * predicted < held.hit_rate < 1.1 * predicted
+    assert 0.6 * predicted < served(BELOW, hold=True)[0].hit_rate < 1.1 * predicted
+    assert outcome.hit_tokens == 0
+
+
+@lru_cache
+def grown(link_rate: float) -> tuple[Outcome, SessionCache]:
+    cache = SessionCache(BELOW, hold=True, levels=128, link_rate=link_rate)
+    return replay(cache, recorded(), SECONDS), cache
+
+
+def test_experts_make_room_up_to_the_knee_where_their_bytes_are_cheap() -> None:
+    outcome, cache = grown(4e12)
+    # 3,300 blocks are 36 levels.
+    assert 24 <= cache.level <= 40
+    assert outcome.hit_rate > served(BELOW, hold=True)[0].hit_rate + 0.1
+
+
+def test_experts_stay_where_their_bytes_are_dear() -> None:
+    outcome, cache = grown(5e9)
+    assert cache.level == 0
+    assert outcome.hit_tokens == served(BELOW, hold=True)[0].hit_tokens
 
 
 def test_sessions_that_have_ended_make_room() -> None:
@@ -57,7 +78,6 @@ def test_sessions_that_have_ended_make_room() -> None:
     gone, there = sessions[:14], sessions[14:]
     cache = SessionCache(1800, hold=True)
     replay(cache, [turns[:4] for turns in gone], SECONDS)
-    owned = len(list(cache.chains))
-    assert owned == 14
+    assert len(list(cache.measurements.chains)) == 14
     later = replay(cache, there, SECONDS, start_s=SECONDS)
     assert later.hit_rate > 0.8

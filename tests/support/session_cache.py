@@ -10,18 +10,37 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from vamp_runtime.policy.chains import Chains, Layout, Part
-from vamp_runtime.policy.measured import Waiting, admission_order, chain_rank
-from vamp_runtime.policy.reuse import ReuseDistances, ReuseTimes
+from vamp_runtime.policy.chains import Layout, Part
+from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
+from vamp_runtime.policy.measurements import Link, Measurements
+from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.reads import LevelReads
+from vamp_runtime.policy.reuse import ReuseTimes
 
 SESSIONS = Path(__file__).parents[1] / "data" / "weka_turns.jsonl"
 LAYOUT = Layout(block_tokens=544, attention=frozenset({0}), state=frozenset({1}))
-T_PREFILL_S, STEP_S, DELAY_CAP_S, FORGET_S = 1 / 84_000, 0.02, 5.0, 60.0
+T_PREFILL_S, STEP_S, DELAY_CAP_S = 1 / 84_000, 0.02, 5.0
 ATTENTION, STATE = 0, 1
+# 24 layers of 512 experts of 6 MiB; a level of every layer's next coldest one is 24 blocks.
+BLOCKS_PER_LEVEL = 24
+LINK = Link(expert_bytes=6 << 20, bandwidth=51e9, layers=24, hidden_s_per_token=0.0)
+PARAMETERS = MeasuredParameters(
+    sigma=0.6, prior_steps=1000, horizon_min_s=10, horizon_max_s=300, min_lookups=56, fairness_s=20
+)
+COST = CostParameters(
+    alpha=1.0,
+    tau_s=40.0,
+    t_prefill_s=T_PREFILL_S,
+    t_sched_s=0.001,
+    t_queue_s=0.1,
+    c_eff_s=0.0,
+    horizon_steps=1,
+    max_offload_ratio=0.25,
+)
 
 Hash = tuple[int, int, int]
 
@@ -66,11 +85,13 @@ class Outcome:
 class SessionCache:
     """``capacity`` blocks, of which a request takes its own, cached ones included, while it is served."""
 
-    def __init__(self, capacity: int, hold: bool, prior: float = 0.5) -> None:
+    def __init__(self, capacity: int, hold: bool, levels: int = 0, link_rate: float = 51e9) -> None:
         self.capacity, self.hold = capacity, hold
-        self.times = ReuseTimes(prior=prior, prior_events=8, tau_s=40, half_life=500)
-        self.distances = ReuseDistances(window_s=60)
-        self.chains = Chains(LAYOUT, 256, self.times.ended)
+        times = ReuseTimes(prior=0.5, prior_events=8, tau_s=40, half_life=500)
+        self.measurements = Measurements(PARAMETERS, COST, LAYOUT, times, window_s=60)
+        self.level, self.blocks_at = 0, [capacity + BLOCKS_PER_LEVEL * level for level in range(levels + 1)]
+        reads = LevelReads(experts=512, group=1, max_level=levels, top_k=10, sigma=0.6, prior_steps=1000)
+        self.measurements.announce(reads, replace(LINK, bandwidth=link_rate))
         self.content: dict[tuple[int, Hash], int] = {}
         self.holds: dict[int, tuple[int, Hash]] = {}
         self.free: dict[int, None] = dict.fromkeys(range(capacity))  # in the order of LRU
@@ -86,13 +107,7 @@ class SessionCache:
 
     def serve(self, now_s: float, hashes: list[Hash]) -> tuple[int, dict[int, Part]]:
         """Admit a request: tokens it is given, and its blocks."""
-        self.chains.forget_unused(now_s, FORGET_S)
-        lookup = self.chains.looked_up(now_s, hashes)
-        if lookup is not None:
-            self.times.reused(lookup.age_s)
-            self.distances.record(now_s, lookup.need, lookup.tokens)
-        else:
-            self.distances.record(now_s, 0, 0)
+        self.measurements.looked_up(now_s, hashes)
         hit = self.cached(hashes)
         keys = [(ATTENTION, block_hash) for block_hash in hashes]
         keys += [(STATE, block_hash) for block_hash in hashes[-2:]]
@@ -100,13 +115,14 @@ class SessionCache:
         for block in mine:
             del self.free[block]
         missing = [key for key in keys if key not in self.content]
+        self._grow(now_s, len(missing))
         for key, block in zip(missing, self._take(len(missing), now_s), strict=True):
             self.content[key], self.holds[block] = block, key
         ends = {block_hash: (place + 1) * LAYOUT.block_tokens for place, block_hash in enumerate(hashes)}
         return hit * LAYOUT.block_tokens, {self.content[key]: Part(key[0], ends[key[1]]) for key in keys}
 
     def finish(self, now_s: float, hashes: list[Hash], blocks: dict[int, Part]) -> None:
-        self.chains.rest(now_s, hashes, blocks)
+        self.measurements.rest(now_s, hashes, blocks)
         for block in sorted(blocks, key=lambda block: -blocks[block].end):
             self.free[block] = None
 
@@ -117,18 +133,23 @@ class SessionCache:
             del self.free[block]
             if block in self.holds:
                 del self.content[self.holds.pop(block)]
-                self.chains.lost(block)
+                self.measurements.lost(block)
         return taken
 
     def _victims(self, count: int, now_s: float) -> list[int]:
         full = [block for block in self.free if block in self.holds]
         if not self.hold:
             return full[:count]
-        orphans = [block for block in self.chains.orphans if block in self.free]
-        ranked = sorted(
-            self.chains, key=lambda chain: chain_rank(chain, LAYOUT, self.times, now_s, T_PREFILL_S)
-        )
-        return [*orphans, *self.chains.order(ranked, self.free)][:count]
+        return self.measurements.victims(now_s, count, self.free)
+
+    def _grow(self, now_s: float, wanted: int) -> None:
+        """Under pressure, go to the level that is worth its price."""
+        if self.capacity - len(self.holds) >= wanted:
+            return
+        self.measurements.pressed(now_s)
+        level = self.measurements.target(now_s, self.level, self.blocks_at[self.level], self.blocks_at)
+        self.free |= dict.fromkeys(range(self.blocks_at[self.level], self.blocks_at[level]))
+        self.level, self.capacity = level, self.blocks_at[level]
 
 
 def replay(
@@ -162,6 +183,7 @@ def replay(
             order = admission_order(there, now, fairness_s)
         at, number, turn, hashes, first = waiting.pop(order[0])
         hit, blocks = cache.serve(now, hashes)
+        cache.measurements.step(now, turn.prompt_tokens - hit)
         now += (turn.prompt_tokens - hit) * T_PREFILL_S + STEP_S
         cache.finish(now, hashes, blocks)
         heapq.heappush(arrivals, (now + min(turn.delay_ms / 1e3, DELAY_CAP_S), number))
@@ -170,5 +192,5 @@ def replay(
             outcome.prompt_tokens += turn.prompt_tokens
             outcome.hit_tokens += hit
             outcome.ttft_s.append(now - at)
-    cache.chains.check_integrity()
+    cache.measurements.chains.check_integrity()
     return outcome
