@@ -45,9 +45,17 @@ class VampKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         """The measured policy notes which blocks hold the prefix that comes to rest."""
+        self._note_rest(request)
+        super().free(request)
+
+    def pop_blocks_for_free(self, request: Request) -> Any:
+        """As ``free``, for blocks that vLLM returns to the pool a step later."""
+        self._note_rest(request)
+        return super().pop_blocks_for_free(request)
+
+    def _note_rest(self, request: Request) -> None:
         if self.arbiter.measured is not None:
             self.arbiter.measured.rest(request)
-        super().free(request)
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Called once for every admitted request: the lookup that counts for the hit rate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vamp_runtime.policy.chains import Chain, Chains, Layout, Part, usable_tokens
@@ -105,6 +105,7 @@ OPERATIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(OPERATIONS)
 def test_owners_and_chains_agree(operations: list[tuple[str, int, int]]) -> None:
     chains, ended = make(most=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vamp_runtime.policy.reads import LONGEST_STEP_S, LevelReads, prior_by_level
@@ -75,6 +75,7 @@ def test_groups_are_read_by_any_of_their_experts() -> None:
     assert paired == pytest.approx(single[::2])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 20_000), max_size=40),
     st.lists(st.tuples(st.floats(0, 600), st.integers(1, 512)), max_size=10),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vamp_runtime.policy.reuse import EDGES, ReuseDistances, ReuseTimes
@@ -49,6 +49,7 @@ def test_old_events_fade() -> None:
     assert reuse.chance(0) < 0.05
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e6)), max_size=80), st.floats(0, 1e6), st.floats(0, 1))
 def test_chances_are_chances(events: list[tuple[bool, float]], age: float, prior: float) -> None:
     reuse = times(prior)
@@ -90,6 +91,7 @@ def test_lookups_leave_the_window() -> None:
 SAMPLES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 10_000)), max_size=60)
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.lists(st.integers(0, 600), min_size=3, max_size=3).map(sorted))
 def test_the_hull_is_concave_and_never_below(samples: list[tuple[int, int]], at: list[int]) -> None:
     distances = ReuseDistances(window_s=1e6)
