@@ -201,8 +201,7 @@ class Arbiter:
             self.journal.not_this_step += 1
             return need
         fresh = need - len(hits) + extra
-        blocks = self._clean(fresh, hits)
-        clean = len(blocks)
+        clean = len(blocks := self._clean(fresh, hits))
         if fresh <= clean:
             return need
         self._lift_idle_cordon()
@@ -229,9 +228,10 @@ class Arbiter:
     def _aim(self, measured: Measured) -> None:
         """Ask for the level that is worth its price, however little is short now."""
         controller, capacity = self.controller, self.controller.capacity
-        if capacity is not None and time.monotonic() >= self._no_moves_until:
+        if capacity and time.monotonic() >= self._no_moves_until:
             coming = controller.level + controller.arriving_levels + self._wanted_levels
-            self.want(measured.aim(coming, capacity.blocks_at[: controller.max_level + 1]))
+            if levels := measured.aim(coming, capacity.blocks_at[: controller.max_level + 1]):
+                self.want(levels)
 
     def _lift_idle_cordon(self) -> None:
         """Pressure is back before the tail was given away: keep it."""
