@@ -47,7 +47,7 @@ class Measurements:
     """Takes events, and gives prices, victims and the level to aim at. Bookkeeping only.
 
     Args:
-        window_s: seconds after which a lookup and an unused chain are forgotten.
+        window_s: seconds after which a lookup is forgotten; a chain not before the longest horizon.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Measurements:
         self.parameters, self.cost, self.times = parameters, cost, times
         self.chains = Chains(layout, MOST_CHAINS, times.ended)
         self._distances = ReuseDistances(window_s)
-        self._window_s = window_s
+        self._forget_s = max(window_s, parameters.horizon_max_s)
         self._curve: tuple[float, HitCurve] | None = None
         self._per_layer: tuple[float, list[float]] | None = None
         self._reads: LevelReads | None = None
@@ -84,7 +84,7 @@ class Measurements:
 
     def looked_up(self, now_s: float, hashes: Sequence[Hashable]) -> None:
         """A request is admitted, for the first time."""
-        self.chains.forget_unused(now_s, self._window_s)
+        self.chains.forget_unused(now_s, self._forget_s)
         lookup = self.chains.looked_up(now_s, hashes)
         if lookup is None:
             self._distances.record(now_s, 0, 0)
