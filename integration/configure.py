@@ -52,10 +52,11 @@ def configure(scheduler: Any, values: Mapping[str, Any]) -> None:
 
 
 def forget(scheduler: Any) -> None:
-    """Start the window of the hit rate and the dwell anew; the journal goes on."""
+    """Start the window of the hit rate, the dwell and measurements anew; the journal goes on."""
     arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
     arbiter.hit_rate = arbiter.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
     arbiter.last_move_at = time.monotonic()
+    scheduler.measure()
 
 
 def hold(scheduler: Any, level: int) -> None:

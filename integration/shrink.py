@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.settings import VampSettings
 from vamp_runtime.policy.restore import RestoreSituation, decide_restore
@@ -77,7 +79,11 @@ class Shrinker:
             return
         self._looked_at = now
         situation = self._situation(waiting, now)
-        decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+        if arbiter.measured is None:
+            decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+        else:
+            cached = {block.block_id for block in self._free_tail() if block.block_hash is not None}
+            decision = arbiter.measured.decide_restore(situation, controller.level, cached)
         if decision.levels:
             self.restore(decision.levels)
 
@@ -85,10 +91,7 @@ class Shrinker:
         arbiter, controller = self.arbiter, self.arbiter.controller
         capacity = controller.capacity
         assert capacity is not None
-        # What leaves is the tail, whatever the free queue would hand out next.
-        limit = controller.restore_limit(1)
-        tail = arbiter.pool.blocks[min(limit, controller.pool_blocks) :]
-        free = [block for block in tail if block.ref_cnt == 0]
+        tail, free = self._tail(), self._free_tail()
         cached = [block for block in free if block.block_hash is not None]
         ages = [now - arbiter.pool.freed_at.get(block.block_id, now) for block in cached]
         return RestoreSituation(
@@ -106,8 +109,17 @@ class Shrinker:
             since_last_move_s=now - arbiter.last_move_at,
             moving=controller.moving,
             copied_blocks=sum(map(arbiter.host_holds, cached)),
-            load_block_s=arbiter.host_kv.load_block_s if arbiter.host_kv is not None else 0.0,
+            load_block_s=arbiter.load_block_s,
         )
+
+    def _tail(self) -> list[KVCacheBlock]:
+        """What leaves with a level, whatever the free queue would hand out next."""
+        limit = self.arbiter.controller.restore_limit(1)
+        tail: list[KVCacheBlock] = self.arbiter.pool.blocks[min(limit, self.arbiter.controller.pool_blocks) :]
+        return tail
+
+    def _free_tail(self) -> list[KVCacheBlock]:
+        return [block for block in self._tail() if block.ref_cnt == 0]
 
     def _exercise(self) -> None:
         """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""

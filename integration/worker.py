@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
+from vamp_integration.cold_reads import ColdReads
 from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
 from vamp_integration.host_reads import HostReads, experts_in
@@ -56,6 +57,7 @@ class VampWorkerMixin:
     _peer_reads: HostReads
     _home_bytes_copied: int = 0
     _use: DecayedUse
+    _cold_reads: ColdReads
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
@@ -74,7 +76,9 @@ class VampWorkerMixin:
         self._hit_counts = HitCounts(memory.hits)
         self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
         self._peer_reads = HostReads(memory.slab.geometry.expert_bytes)
-        self._use = decayed_use(memory.slab)
+        geometry, groups = memory.slab.geometry, group_of(memory.slab)
+        self._use = DecayedUse(groups, geometry.groups)
+        self._cold_reads = ColdReads(groups, geometry.groups, geometry.max_level)
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
@@ -185,14 +189,20 @@ class VampWorkerMixin:
     def _order_by_use(self) -> None:
         """Order groups by measured use: in the same step on every rank, also while a move is under way."""
         slab, counts = self._memory.slab, self._hit_counts.poll()
+        coldest: list[list[int]] = []
         if counts is not None:
-            for layer, use in enumerate(self._use.update(counts)):
-                slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
+            movable = slab.geometry.movable_groups
+            coldest = [coldest_first(use, movable) for use in self._use.update(counts)]
+            for layer, order in enumerate(coldest):
+                slab.set_coldness(layer, order)
             if self._memory.staging is not None:
                 self._memory.staging.learn(counts)
         self._host_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.HOST))
         if slab.geometry.peer_homes:
             self._peer_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.PEER))
+        reads = self._cold_reads.look(counts, self.home_refresh_steps, coldest)
+        if reads is not None:
+            self._report = replace(self._report or Report(), reads=reads)
         self._homes_due = True
 
     def _follow_coldest(self) -> None:
@@ -254,14 +264,13 @@ class VampWorkerMixin:
         return chosen
 
 
-def decayed_use(slab: ExpertSlab) -> DecayedUse:
-    """No use yet of any group of ``slab``."""
+def group_of(slab: ExpertSlab) -> list[list[int]]:
+    """``[layers][experts]``, the group of each expert."""
     geometry = slab.geometry
-    group_of = [
+    return [
         [slab.record(layer, expert) // geometry.group for expert in range(geometry.experts)]
         for layer in range(geometry.layers)
     ]
-    return DecayedUse(group_of, geometry.groups)
 
 
 def home_pages(geometry: SlabGeometry) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost, spill_cost
 from vamp_runtime.policy.parameters import CostParameters
@@ -150,16 +150,69 @@ class _Expansion:
         return math.ceil(max(0, blocks - self.surplus) / self.blocks_per_level)
 
 
+class Prices(Protocol):
+    """What actions cost in one situation, in seconds."""
+
+    def evict(self, blocks: int) -> float:
+        """Evicting so many cached blocks, and losing all that they hold."""
+
+    def spill(self, blocks: int) -> float:
+        """Evicting the same, of which host memory brings back what it holds."""
+
+    def offload(self, levels: int) -> float:
+        """So many levels more."""
+
+    def combined(self, levels: int, blocks: int) -> float:
+        """Levels, and blocks evicted for the rest."""
+
+    def preempt(self) -> float:
+        """Preempting a request for the missing blocks."""
+
+
+@dataclass(frozen=True)
+class PaperPrices:
+    """The paper's cost model in one situation."""
+
+    s: Situation
+    parameters: CostParameters
+
+    def evict(self, blocks: int) -> float:
+        return evict_cost(self._tokens(blocks), self.s.evictable_age_s, self.s.r_hit, self.parameters)
+
+    def spill(self, blocks: int) -> float:
+        s, copied = self.s, sum(self.s.copied[:blocks])
+        rates = s.load_block_s, s.evictable_age_s, s.r_hit, self.parameters
+        return spill_cost(copied, blocks - copied, s.tokens_per_block, *rates)
+
+    def offload(self, levels: int) -> float:
+        return offload_cost(levels * self.s.shards_per_group, self.s.experts, self.parameters)
+
+    def combined(self, levels: int, blocks: int) -> float:
+        s, shards, tokens = self.s, levels * self.s.shards_per_group, self._tokens(blocks)
+        return combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, self.parameters)
+
+    def preempt(self) -> float:
+        return preempt_cost(self.s.needed_blocks, self.s.partial_tokens, self.parameters)
+
+    def _tokens(self, blocks: int) -> int:
+        return min(blocks * self.s.tokens_per_block, self.s.evictable_tokens)
+
+
 def decide(situation: Situation, parameters: CostParameters) -> Decision:
     """The cheapest feasible action by the paper's cost model; ties by the order of ``Action``."""
+    return decide_by(situation, PaperPrices(situation, parameters), parameters)
+
+
+def decide_by(situation: Situation, prices: Prices, parameters: CostParameters) -> Decision:
+    """The cheapest feasible action by ``prices``; ties by the order of ``Action``."""
     expansion = _expansion(situation, parameters)
     options = (
-        _evict(situation, parameters),
-        _spill(situation, parameters),
-        _combined(situation, parameters, expansion),
-        _expand(situation, parameters, expansion),
-        _wait(situation, parameters, expansion),
-        _preempt(situation, parameters),
+        _evict(situation, prices),
+        _spill(situation, prices),
+        _combined(situation, prices, expansion),
+        _expand(situation, prices, expansion),
+        _wait(situation, prices, expansion),
+        _preempt(situation, prices),
     )
     feasible = [option for option in options if option.infeasible is None]
     nothing = _Option(Action.WAIT, 0.0, None)
@@ -215,40 +268,29 @@ def _evictable(s: Situation, blocks: int) -> str | None:
     )
 
 
-def _evict(s: Situation, parameters: CostParameters) -> _Option:
+def _evict(s: Situation, prices: Prices) -> _Option:
     blocks = s.needed_blocks
-    tokens = min(blocks * s.tokens_per_block, s.evictable_tokens)
-    cost = evict_cost(tokens, s.evictable_age_s, s.r_hit, parameters)
-    return _Option(Action.EVICT, cost, _evictable(s, blocks), evict_blocks=blocks)
+    return _Option(Action.EVICT, prices.evict(blocks), _evictable(s, blocks), evict_blocks=blocks)
 
 
-def _spilled(s: Situation, blocks: int, parameters: CostParameters) -> float:
-    """Price of evicting the first ``blocks`` candidates: what host memory holds comes back the sooner way."""
-    copied = sum(s.copied[:blocks])
-    rates = s.load_block_s, s.evictable_age_s, s.r_hit, parameters
-    return spill_cost(copied, blocks - copied, s.tokens_per_block, *rates)
-
-
-def _spill(s: Situation, parameters: CostParameters) -> _Option:
+def _spill(s: Situation, prices: Prices) -> _Option:
     """Evict, and let host memory bring back what it holds: priced apart from an eviction that loses all."""
     blocks = s.needed_blocks
     reason = _evictable(s, blocks)
     if not any(s.copied):
         reason = "host memory holds no copy of them"
-    return _Option(Action.SPILL, _spilled(s, blocks, parameters), reason, evict_blocks=blocks)
+    return _Option(Action.SPILL, prices.spill(blocks), reason, evict_blocks=blocks)
 
 
-def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _combined(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     """Whole levels, as many as fit into the need, the bound and the reserve; the rest is evicted."""
     whole = max(0, s.needed_blocks - expansion.surplus) // s.blocks_per_level
     within = expansion.surplus + min(whole, expansion.room) * s.blocks_per_level
     take = min(s.needed_blocks, s.reserve_blocks, within)
     evict, levels = s.needed_blocks - take, expansion.levels_for(take)
-    tokens = min(evict * s.tokens_per_block, s.evictable_tokens)
-    shards = levels * s.shards_per_group
-    cost = combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, parameters)
+    cost = prices.combined(levels, evict)
     if any(s.copied[:evict]):
-        cost = min(cost, offload_cost(shards, s.experts, parameters) + _spilled(s, evict, parameters))
+        cost = min(cost, prices.offload(levels) + prices.spill(evict))
     reason = _evictable(s, evict)
     if take == 0:
         reason = "not one whole level"
@@ -257,30 +299,30 @@ def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -
     return _Option(Action.COMBINED, cost, reason, levels, take, evict)
 
 
-def _expand(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _expand(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     levels = expansion.levels_for(s.needed_blocks)
-    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
     bound = _bound(s, expansion)
-    return _Option(Action.EXPAND, cost, bound[1] if bound else None, levels, s.needed_blocks)
+    return _Option(
+        Action.EXPAND, prices.offload(levels), bound[1] if bound else None, levels, s.needed_blocks
+    )
 
 
-def _wait(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _wait(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     """The request can wait a step or two for levels that the reserve cannot give now, running or not."""
     levels = expansion.levels_for(s.needed_blocks)
-    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
     bound = _bound(s, expansion)
     reason = None
     if bound is None:
         reason = "the reserve has enough"
     elif bound[0] is Bound.MAX_LEVEL:
         reason = bound[1]
-    return _Option(Action.WAIT, cost, reason, levels)
+    return _Option(Action.WAIT, prices.offload(levels), reason, levels)
 
 
-def _preempt(s: Situation, parameters: CostParameters) -> _Option:
+def _preempt(s: Situation, prices: Prices) -> _Option:
     reason = None
     if not s.running:
         reason = "only a running request preempts"
     elif not s.can_preempt:
         reason = "no request can be preempted now"
-    return _Option(Action.PREEMPT, preempt_cost(s.needed_blocks, s.partial_tokens, parameters), reason)
+    return _Option(Action.PREEMPT, prices.preempt(), reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vamp_runtime.policy.cost import offload_cost, spill_cost
@@ -69,6 +70,26 @@ def decide_restore(
     The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go,
     or what it takes to load them where host memory holds copies.
     """
+
+    def saving(levels: int) -> float:
+        return offload_cost(levels * situation.shards_per_group, situation.experts, parameters)
+
+    def loss(blocks: int, cached: int) -> float:
+        return _loss(situation, cached, parameters)
+
+    return restore_by(situation, saving, loss, restore)
+
+
+def restore_by(
+    situation: RestoreSituation,
+    saving_s: Callable[[int], float],
+    loss_s: Callable[[int, int], float],
+    restore: RestoreParameters,
+) -> RestoreDecision:
+    """``decide_restore`` by other prices, in seconds: of levels that go back, and of blocks that go.
+
+    ``loss_s`` takes all blocks that go, and those of them that are cached.
+    """
     reason = _hold(situation, restore)
     if reason is not None:
         return RestoreDecision(0, 0.0, 0.0, reason)
@@ -78,8 +99,7 @@ def decide_restore(
         lost = max(0, levels * situation.blocks_per_level - situation.clean_blocks)
         if lost > situation.cached_blocks:
             break
-        saving = offload_cost(levels * situation.shards_per_group, situation.experts, parameters)
-        loss = _loss(situation, lost, parameters)
+        saving, loss = saving_s(levels), loss_s(levels * situation.blocks_per_level, lost)
         gain = saving - restore.dead_zone * loss
         if gain > best_gain:
             best, best_gain = RestoreDecision(levels, saving, loss, None), gain

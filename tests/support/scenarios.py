@@ -765,6 +765,7 @@ def host_copies(
     host_mib: int,
     most: int | None = None,
     late: bool = True,
+    policy: str = EAGER,
     **options: Any,
 ) -> Any:
     """Sessions that take turns, with KV offloading to host.
@@ -782,7 +783,7 @@ def host_copies(
     }
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": EAGER, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": policy, "restore": False},
         kv_cache_memory_bytes=kv_mib * MIB,
         kv_transfer_config=connector,
         **{"max_model_len": 1024, **options},

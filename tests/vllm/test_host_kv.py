@@ -23,8 +23,10 @@ def test_tails_go_back_while_blocks_are_copied_and_every_token_stays(tiny_model:
     assert tokens == [result["tokens"] for result in plain["results"]]
 
 
-def test_blocks_that_host_memory_holds_are_spilled_and_come_back(tiny_model: Path) -> None:
+@pytest.mark.parametrize("policy", ["eager", "measured"])
+def test_blocks_that_host_memory_holds_are_spilled_and_come_back(tiny_model: Path, policy: str) -> None:
     """With no level to give, sessions that do not fit are served from host memory."""
-    spilled = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, most=0, **WORK)
+    chosen = {"policy": policy} if policy == "measured" else {}
+    spilled = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, most=0, **chosen, **WORK)
     assert spilled["decisions"]["spill"] > 0 and spilled["spilled_blocks"] > 0
     assert spilled["loaded_blocks"] > 0 and spilled["moves"] == 0

@@ -35,6 +35,7 @@ from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import Report
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_offload import VampOffloadingConnector
+from vamp_integration.measured import EngineFacts
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.settings import VampSettings
 from vamp_integration.shrink import Shrinker
@@ -42,6 +43,7 @@ from vamp_integration.tiny_model import TinyShape
 from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.boundary import MoveKind, Outcome
+from vamp_runtime.policy.chains import Layout
 
 pytestmark = pytest.mark.vllm
 
@@ -329,6 +331,25 @@ def test_evicting_what_host_memory_holds_is_a_spill() -> None:
     assert arbiter.journal.spilled_blocks == bench.pool.evictions == 2
     price = arbiter.journal.decision_log[-1]
     assert price["cost_s"] < price["rejected"]["evict"]
+
+
+def test_the_measured_policy_spills_too() -> None:
+    bench = Bench(blocks=4)
+    arbiter = with_arbiter(bench, (4,))
+    chosen = VampSettings(policy="measured", model="tiny-qwen3-next")
+    arbiter.costs = engine_costs(chosen, SimpleNamespace(num_hidden_layers=TinyShape().layers))
+    layout = Layout(BLOCK, frozenset({0}), frozenset())
+    arbiter.measure(lambda: EngineFacts(layout, top_k=2, bandwidth=1e9, layers=4, staged=False))
+    assert arbiter.measured is not None
+    blocks = bench.serve(range(48), 3)
+    arbiter.measured.rest(bench.request(range(48)))
+    request: Any = SimpleNamespace(num_computed_tokens=0)
+    assert arbiter.weigh(2, [], 0, request, running=False) == 2
+    assert arbiter.journal.decisions == {"spill": 1}
+    price = arbiter.journal.decision_log[-1]
+    assert price["cost_s"] < price["rejected"]["evict"]
+    assert [block.block_id for block in bench.pool.get_new_blocks(2)] == [b.block_id for b in blocks[:0:-1]]
+    assert arbiter.journal.spilled_blocks == 2
 
 
 def test_without_copies_it_is_an_eviction() -> None:
