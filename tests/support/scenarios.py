@@ -766,12 +766,14 @@ def host_copies(
     most: int | None = None,
     late: bool = True,
     policy: str = EAGER,
+    reserve: int = 1,
     **options: Any,
 ) -> Any:
     """Sessions that take turns, with KV offloading to host.
 
     After every turn the tail goes back as soon as it can, while blocks in it are still being copied. ``most``
     is the highest level to ask for; ``late`` copies are made as late as they may (``support.late_copies``).
+    With a ``reserve`` the first tail that goes back stays mapped as the new reserve; without one it is gone.
     """
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_mib * MIB}
     if late:
@@ -783,7 +785,7 @@ def host_copies(
     }
     rig = Rig(
         model,
-        vamp={"max_offload_ratio": 0.5, "policy": policy, "restore": False},
+        vamp={"max_offload_ratio": 0.5, "policy": policy, "restore": False, "reserve_levels": reserve},
         kv_cache_memory_bytes=kv_mib * MIB,
         kv_transfer_config=connector,
         **{"max_model_len": 1024, **options},

@@ -13,7 +13,7 @@ WORK = {"seed": 21, "count": 6, "length": 600, "turns": 2}
 
 
 def test_tails_go_back_while_blocks_are_copied_and_every_token_stays(tiny_model: Path) -> None:
-    done = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, **WORK)
+    done = run_scenario("host_copies", tiny_model, kv_mib=2, host_mib=64, reserve=0, **WORK)
     assert done["decisions"].keys() & {"expand", "combined", "wait"} and done["moves_by_kind"]["offload"] > 0
     assert done["restored"] > 0 and done["moves_by_kind"]["restore"] > 0 and done["failed_moves"] == 0
     assert done["steps_waited_for_copies"] > 0, "no tail was free before its copies were made: proves nothing"
