@@ -1,6 +1,6 @@
 """The serving benchmark: recorded sessions against unmodified vLLM and VAMP at equal memory; decode steps.
 
-A sub-command starts one engine and serves every arm in it; two of them run several engines one after another:
+A sub-command starts one engine and serves every arm in it; some run several engines one after another:
 
 python bench/serve_h200.py anchor --sessions 8 16 28          unmodified vLLM
 python bench/serve_h200.py upper --sessions 8 16 28           ... with a KV pool that holds everything
@@ -9,6 +9,7 @@ python bench/serve_h200.py offload --sessions 8 16 28 56      ... with KV offloa
 python bench/serve_h200.py vamp --sessions 8 16 28            VAMP: arms that move experts only
 python bench/serve_h200.py spill --sessions 8 16 28 56        VAMP with KV offloading to host memory
 python bench/serve_h200.py steps                              decode steps and growth, unmodified and VAMP
+python bench/serve_h200.py peer                               decode steps, 10 % of the experts in another GPU
 python bench/serve_h200.py first                              plain and vamp at 28 sessions, steps, growth
 
 --detach lets a run outlive the command that began it; `wait --seconds N` shows how far it is, `stop` ends it
@@ -41,12 +42,16 @@ from vamp_runtime.errors import ConfigError
 
 STILL_RUNNING, REFUSED = 75, 2
 FEW = ("--shares", "0", "0.10", "0.25")
+ALL_OUT = ("--shares", "0", "0.10", "0", "--batches", "16", "64")
 SHARES = ("0", "0.05", "0.10", "0.15", "0.25", "0")
 #: Engines of the sub-commands that run several: their arguments, beside those given.
 RUNS = {
     "first": [
         ["plain", "--sessions", "28", "--shares", "0"],
         ["vamp", "--sessions", "28", "--arms", "vamp_direct_0.25", *FEW, "--growths", "3"],
+    ],
+    "peer": [
+        ["vamp", "--sessions", "--max-ratio", "0.10", "--vamp-arg", "peer_hbm_gib=16", *ALL_OUT],
     ],
     "steps": [
         ["anchor", "--sessions", "--shares", "0"],

@@ -177,7 +177,8 @@ class Points:
     def _engine_name(self) -> str:
         if not self.part.vamp:
             return "vllm"
-        return "vamp" if self.machine.kernel == "vamp" else "vamp_vllm_kernel"
+        name = "vamp" if self.machine.kernel == "vamp" else "vamp_vllm_kernel"
+        return f"{name}_peer" if self.machine.vamp.get("peer_hbm_gib") else name
 
     def _about_engine(self) -> dict[str, Any]:
         ready, arguments, machine = self._ready, self.arguments, self.machine

@@ -130,6 +130,17 @@ def steps(decode: Rows) -> Iterator[Verdict]:
                 figure = f"decode step, {100 * share:.0f} % offloaded, batch {batch}, against level 0"
                 yield Verdict(figure, f"at most {limit:.2f}x", f"{over:.2f}x", over <= limit)
 
+    yield from _peer(decode)
+
+
+def _peer(decode: Rows) -> Iterator[Verdict]:
+    zero = level_zero(decode, "vamp_peer").get(64)
+    for row in decode.where(arm="vamp_peer", batch=64, level_share=0.10):
+        if zero is not None:
+            over = row["ms_median"] / zero
+            figure = "decode step, 10 % in the HBM of another GPU, batch 64, against level 0"
+            yield Verdict(figure, "at most 1.10x", f"{over:.2f}x", over <= 1.10)
+
 
 def level_zero(decode: Rows, arm: str) -> dict[int, float]:
     """Median milliseconds at level 0 by batch; the least of several passes."""

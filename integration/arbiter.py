@@ -7,7 +7,7 @@ Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,9 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_
 from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
+from vamp_integration.kv_offload import VampOffloadingConnector
 from vamp_integration.log import logger
+from vamp_integration.measured import EngineFacts, Measured
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
@@ -40,6 +42,8 @@ class Arbiter:
         max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
+        host_kv: the connector that copies KV blocks to host memory and back, where the engine has one.
+        measured: prices decisions where the policy's profile says so; else the paper's cost model does.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Arbiter:
         self.journal = Journal()
         self.hash_tokens = pool.hash_block_size
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
+        self.host_kv: VampOffloadingConnector | None = None
         self.holding = False
         self.level_held = False
         self._wanted_levels = 0
@@ -65,7 +70,22 @@ class Arbiter:
         self._level_s = self.swap_s = max_move_s
         self._no_moves_until = 0.0
         self.last_move_at = time.monotonic()
+        self.measured: Measured | None = None
         pool.on_evict = self._evicted
+
+    def measure(self, facts: Callable[[], EngineFacts]) -> None:
+        """Price by measurements where ``costs`` has parameters for it, beginning anew; else by the paper.
+
+        Raises ``ConfigError`` where the policy does not know the engine's kind of KV cache.
+        """
+        parameters, capacity = self.costs.measured, self.controller.capacity
+        measured = None
+        if parameters is not None:
+            host = self.host_holds, self.load_block_s
+            measured = Measured(parameters, self.costs, self.pool, facts(), *host)
+        if measured is not None and capacity is not None:
+            measured.announce(capacity)
+        self.measured, self.pool.on_lost = measured, measured.measurements.lost if measured else None
 
     # Around a step.
 
@@ -105,6 +125,10 @@ class Arbiter:
             capacity = report.capacity
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
             self.journal.capacity(self.controller)
+            if self.measured is not None:
+                self.measured.announce(capacity)
+        if report.reads is not None and self.measured is not None:
+            self.measured.counted(report.reads)
         if report.memory is not None:
             self.journal.memory = report.memory
         if report.outcome is None:
@@ -183,13 +207,16 @@ class Arbiter:
             self.journal.not_this_step += 1
             return need
         fresh = need - len(hits) + extra
-        clean = self._clean(fresh, hits)
+        clean = len(blocks := self.pool.clean(fresh, hits))
         if fresh <= clean:
             return need
         self._lift_idle_cordon()
-        decision = decide(
-            self._situation(fresh - clean, clean, hits, request, running), self.costs.parameters
-        )
+        situation = self._situation(fresh - clean, clean, hits, request, running)
+        if self.measured is None:
+            decision = decide(situation, self.costs.parameters)
+        else:
+            decision = self.measured.decide(situation, blocks, hits)
+            self._aim(self.measured)
         self.journal.decided(decision)
         return self._carry_out(decision, need)
 
@@ -204,30 +231,23 @@ class Arbiter:
             return self.pool.num_gpu_blocks + 1
         return need
 
+    def _aim(self, measured: Measured) -> None:
+        """Ask for the level that is worth its price, however little is short now."""
+        controller, capacity = self.controller, self.controller.capacity
+        if capacity and time.monotonic() >= self._no_moves_until:
+            coming = controller.level + controller.arriving_levels + self._wanted_levels
+            if levels := measured.aim(coming, capacity.blocks_at[: controller.max_level + 1]):
+                self.want(levels)
+
     def _lift_idle_cordon(self) -> None:
         """Pressure is back before the tail was given away: keep it."""
         if self.pool.cordon_limit is not None:
             self.pool.lift_cordon()
 
-    def _evicted_next(self, hits: Collection[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        """Free blocks in the order in which they are taken, without ``hits``."""
-        hit_ids = {block.block_id for block in hits}
-        return (block for block in self.pool.free_order() if block.block_id not in hit_ids)
-
-    def _clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> int:
-        """Blocks at the head of the free queue that hold nothing of value, up to ``wanted``."""
-        count = 0
-        for block in self._evicted_next(hits):
-            if count == wanted or block.block_hash is not None:
-                break
-            count += 1
-        return count
-
     def _situation(
         self, missing: int, clean: int, hits: Collection[KVCacheBlock], request: Any, running: bool
     ) -> Situation:
-        now = time.monotonic()
-        controller, capacity = self.controller, self.controller.capacity
+        now, controller, capacity = time.monotonic(), self.controller, self.controller.capacity
         blocked = capacity is None or now < self._no_moves_until
         coming = self._wanted_levels + controller.arriving_levels
         level = controller.level + coming
@@ -251,22 +271,52 @@ class Arbiter:
             partial_tokens=request.num_computed_tokens % self.tokens_per_block,
             can_preempt=evictable < missing,
             running=running,
+            copied=self._copied(missing, clean, hits),
+            load_block_s=self.load_block_s,
         )
+
+    def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:
+        """Whether host memory holds each of the next ``missing`` blocks to be evicted.
+
+        The measured policy evicts others, and looks for itself.
+        """
+        if self.host_kv is None or self.measured is not None:
+            return ()
+        candidates = islice(self.pool.free_order(hits), clean, clean + missing)
+        return tuple(self.host_holds(block) for block in candidates)
+
+    @property
+    def load_block_s(self) -> float:
+        """Seconds to copy one block from host memory; 0 where it keeps none."""
+        return 0.0 if self.host_kv is None else self.host_kv.load_block_s
+
+    def host_holds(self, block: KVCacheBlock) -> bool:
+        """Whether host memory holds the cached content of ``block``."""
+        content = block.block_hash
+        return self.host_kv is not None and content is not None and self.host_kv.holds(content)
 
     def _candidate_age(self, clean: int, hits: Collection[KVCacheBlock], now: float) -> float:
         """Seconds since the block that would be evicted first was last used."""
-        candidate = next(islice(self._evicted_next(hits), clean, None), None)
+        candidate = next(islice(self.pool.free_order(hits), clean, None), None)
         return 0.0 if candidate is None else max(0.0, now - self.pool.freed_at.get(candidate.block_id, now))
 
-    def looked_up(self, request: Any, hit_tokens: int) -> None:
-        """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits."""
-        missed = request.block_hashes[hit_tokens // self.hash_tokens :]
+    def looked_up(self, request: Any, hit_tokens: int, loaded_tokens: int = 0) -> None:
+        """Count an admitted request's prefix lookup; missed blocks evicted lately are ghost hits.
+
+        Tokens loaded from host memory are hits of the window: they are used again, and not computed.
+        """
+        found = hit_tokens + loaded_tokens
+        missed = request.block_hashes[found // self.hash_tokens :]
         self.journal.evicted_tokens_missed += self.hit_rate.record(
-            time.monotonic(), request.num_tokens, hit_tokens, missed, self.hash_tokens
+            time.monotonic(), request.num_tokens, found, missed, self.hash_tokens
         )
+        if self.measured is not None:
+            self.measured.looked_up(request, hit_tokens, loaded_tokens)
 
     def _evicted(self, lost: BlockHashWithGroupId) -> None:
         self.hit_rate.evicted(get_block_hash(lost))
+        if self.host_kv is not None and self.host_kv.holds(lost):
+            self.journal.spilled_blocks += 1
 
     def r_hit(self, now: float) -> float:
         reusable = self.costs.policy.hit_rate == "reusable"

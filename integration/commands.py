@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from vamp_integration.cold_reads import LevelCounts
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.memory.boundary import Outcome
 from vamp_runtime.policy.reselect import Candidate
@@ -29,24 +30,30 @@ class MemoryFigures:
     Attributes:
         pages: pages by kind of owner (``OwnerKind.value``), each of ``page_bytes``.
         home_bytes_copied: copied from HBM to home pages.
-        host_bytes_read: read by the MoE layers from home pages, estimated.
+        host_bytes_read: read by the MoE layers from home pages on the host, estimated.
+        peer_bytes_read: the same, in a peer's HBM.
+        home_pages: home pages by the tier they lie in (``Tier.value``).
     """
 
     pages: Mapping[str, int] = field(default_factory=dict)
     page_bytes: int = 0
     home_bytes_copied: int = 0
     host_bytes_read: int = 0
+    peer_bytes_read: int = 0
+    home_pages: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Report:
     """A rank's news: its capacity with the first step, a move's outcome with the step that carried it, and
-    its memory with both; swaps that its counters speak for, and its memory, from time to time."""
+    its memory with both; swaps that its counters speak for, its memory, and what its steps would have read at
+    every level, from time to time."""
 
     capacity: Capacity | None = None
     outcome: Outcome | None = None
     memory: MemoryFigures | None = None
     swaps: tuple[Candidate, ...] | None = None
+    reads: LevelCounts | None = None
 
 
 def put_command(output: SchedulerOutput, command: StepCommand | None) -> None:

@@ -17,7 +17,9 @@ from vllm.platforms import current_platform
 
 from vamp_integration import settings
 from vamp_integration.costs import engine_costs
+from vamp_integration.host_reads import experts_in
 from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.driver import Tier
 
 CHANGEABLE = ("policy", "max_offload_ratio", "restore")
 
@@ -50,10 +52,11 @@ def configure(scheduler: Any, values: Mapping[str, Any]) -> None:
 
 
 def forget(scheduler: Any) -> None:
-    """Start the window of the hit rate and the dwell anew; the journal goes on."""
+    """Start the window of the hit rate, the dwell and measurements anew; the journal goes on."""
     arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
     arbiter.hit_rate = arbiter.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
     arbiter.last_move_at = time.monotonic()
+    scheduler.measure()
 
 
 def hold(scheduler: Any, level: int) -> None:
@@ -106,15 +109,14 @@ def follow_coldest(worker: Any) -> int:
 
 
 def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:
-    """Bytes that each layer is expected to read from experts out of HBM in a step of ``tokens`` tokens.
+    """Bytes that each layer is expected to read from experts on the host in a step of ``tokens`` tokens.
 
     From the hits counted so far, tokens taken as independent of each other.
     """
     slab, result = worker._memory.slab, []
     record = sum(slab.geometry.part_bytes)
-    for layer, hits in enumerate(worker._memory.hits.tolist()):
+    for hits, experts in zip(worker._memory.hits.tolist(), experts_in(slab, Tier.HOST), strict=True):
         routed = max(sum(hits), 1) / top_k
-        out = slab.experts_out(layer)
-        touched = sum(1 - (1 - min(1.0, hits[expert] / routed)) ** tokens for expert in out)
+        touched = sum(1 - (1 - min(1.0, hits[expert] / routed)) ** tokens for expert in experts)
         result.append(touched * record)
     return result

@@ -10,6 +10,7 @@ from vamp_integration.settings import VampSettings
 from vamp_profiles import ModelProfile, PolicyProfile, Quantity, load_model, load_policy, shipped
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.hit_rate import HitRate
+from vamp_runtime.policy.measured import MeasuredParameters
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
 
 # Profiles of measured models, which others are scaled from.
@@ -18,11 +19,12 @@ CPU_REFERENCE, GPU_REFERENCE = "tiny-qwen3-next", "qwen3-next-80b-a3b"
 
 @dataclass(frozen=True)
 class Costs:
-    """Everything that prices a decision of one engine."""
+    """Everything that prices a decision of one engine; ``measured`` where measurements do."""
 
     policy: PolicyProfile
     parameters: CostParameters
     restore: RestoreParameters
+    measured: MeasuredParameters | None = None
 
     def hit_rate(self, ghost_blocks: int) -> HitRate:
         """An empty window; ``ghost_blocks`` evicted blocks are remembered for the reusable rate."""
@@ -108,4 +110,38 @@ def engine_costs(settings: VampSettings, hf_config: Any, on_cpu: bool = True) ->
         max_offload_ratio=settings.max_offload_ratio,
     )
     restore = RestoreParameters(dead_zone=policy.dead_zone.value, min_dwell_s=policy.min_dwell.value)
-    return Costs(policy, parameters, restore)
+    return Costs(policy, parameters, restore, _measured(policy))
+
+
+# What a profile has all of, or nothing of.
+MEASURED = (
+    "popularity_sigma",
+    "popularity_prior_steps",
+    "horizon_min",
+    "horizon_max",
+    "min_lookups",
+    "fairness",
+    "reuse_prior_events",
+    "reuse_half_life",
+)
+
+
+def _measured(policy: PolicyProfile) -> MeasuredParameters | None:
+    """Parameters of the measured policy, or None where the profile is one of the paper's."""
+    values = {name: getattr(policy, name) for name in MEASURED}
+    missing = [name for name, quantity in values.items() if quantity is None]
+    if len(missing) == len(MEASURED):
+        return None
+    if missing:
+        raise ConfigError(
+            f"policy: profile {policy.name} lacks {', '.join(missing)}; give them, as in the shipped profile "
+            "measured, or none of its last eight for the paper's prices"
+        )
+    return MeasuredParameters(
+        sigma=values["popularity_sigma"].value,
+        prior_steps=values["popularity_prior_steps"].value,
+        horizon_min_s=values["horizon_min"].value,
+        horizon_max_s=values["horizon_max"].value,
+        min_lookups=values["min_lookups"].value,
+        fairness_s=values["fairness"].value,
+    )

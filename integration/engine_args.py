@@ -13,6 +13,7 @@ from typing import Any
 
 from vamp_integration import refusals, settings
 from vamp_integration.home_room import check_homes
+from vamp_integration.peer_room import check_visible
 from vamp_integration.plan import check_plan
 from vamp_runtime.errors import ConfigError
 
@@ -60,7 +61,23 @@ def _check_files_and_sizes(chosen: settings.VampSettings, config: Any) -> None:
         config.model_config.quantization,
     )
     if geometry is not None:
-        check_homes(chosen, geometry, config.parallel_config.local_world_size)
+        beside = _host_kv_bytes(config.kv_transfer_config)
+        check_homes(chosen, geometry, config.parallel_config.local_world_size, beside=beside)
+        if geometry.peer_homes:
+            check_visible(chosen, geometry, _visible_gpus())
+
+
+def _host_kv_bytes(transfer: Any) -> int:
+    """Host memory of all ranks that vLLM's KV offloading takes at start."""
+    if transfer is None or transfer.kv_connector is None:
+        return 0
+    return int(transfer.kv_connector_extra_config.get("cpu_bytes_to_use") or 0)
+
+
+def _visible_gpus() -> int:
+    from vllm.platforms import current_platform
+
+    return int(current_platform.device_count())  # asks NVML: CUDA must not start in this process
 
 
 def _fill_worker(args: Any) -> None:

@@ -17,13 +17,14 @@ _trial = functools.cache(try_allocation)
 
 
 def home_bytes(geometry: SlabGeometry) -> int:
-    """Host memory that one rank's home pages take."""
-    return geometry.layers * geometry.home_slots * geometry.group_bytes
+    """Host memory that one rank's home pages take; those in a peer take none."""
+    return geometry.host_home_bytes
 
 
 def fitting_ratio(geometry: SlabGeometry, room: int) -> float:
     """The largest ``max_offload_ratio``, in hundredths, whose homes of one rank fit into ``room`` bytes."""
-    slots = min(room // (geometry.layers * geometry.group_bytes), geometry.movable_groups)
+    on_host = room // (geometry.layers * geometry.group_bytes)
+    slots = min(on_host + geometry.peer_homes, geometry.movable_groups)
     levels = max(0, slots - geometry.spare_homes)
     return math.floor(100 * levels * geometry.group / geometry.experts) / 100
 
@@ -34,11 +35,13 @@ def check_homes(
     ranks: int,
     memory: HostMemory | None = None,
     trial: Callable[[int], int] = _trial,
+    beside: int = 0,
 ) -> Room:
     """Room for the home pages of ``ranks`` ranks of this host, none of which has any yet.
 
     Args:
         memory: default: as read now.
+        beside: bytes that vLLM's KV offloading will take of the same host memory.
 
     Raises:
         ConfigError: ``host_gib`` or the host has less; one line with a ratio that would fit.
@@ -52,12 +55,16 @@ def check_homes(
             f"max_offload_ratio {fitting_ratio(geometry, limit):g}"
         )
     needed = each * ranks
-    room = room_for(needed, memory or read_host_memory(), trial)
-    if room.nbytes < needed:
+    beside = beside if needed else 0  # without homes, it is vLLM's to say what does not fit
+    room = room_for(needed + beside, memory or read_host_memory(), trial)
+    if room.nbytes < needed + beside:
+        also = f" beside {_gib(beside)} of KV offloading" if beside else ""
+        less = ", a smaller --kv-offloading-size" if beside else ""
+        left = max(0, room.nbytes - beside)
         raise ConfigError(
             f"max_offload_ratio: {settings.max_offload_ratio:g} needs {_gib(needed)} of host memory for home "
-            f"pages, and {room.source} leaves {_gib(room.nbytes)}; "
-            f"use {fitting_ratio(geometry, room.nbytes // ranks):g}, or give the host more"
+            f"pages{also}, and {room.source} leaves {_gib(room.nbytes)}; "
+            f"use {fitting_ratio(geometry, left // ranks):g}{less}, or give the host more"
         )
     return room
 

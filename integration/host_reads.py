@@ -1,9 +1,12 @@
-"""How many expert bytes the MoE layers have read from host memory, estimated from the hit counters."""
+"""How many expert bytes the MoE layers have read from home pages, estimated from the hit counters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.memory.slab import ExpertSlab
 
 
 def expected_reads(hits: int, steps: int) -> float:
@@ -18,7 +21,7 @@ def expected_reads(hits: int, steps: int) -> float:
 
 
 class HostReads:
-    """Adds up bytes read in place from home pages, an expert at most once a layer and step.
+    """Adds up bytes read in place from home pages of one tier, an expert at most once a layer and step.
 
     Args:
         expert_bytes: of one expert of one layer on this rank.
@@ -39,7 +42,7 @@ class HostReads:
             hits: ``[layers][experts]``, counted since start; one that has fallen was set to 0 meanwhile.
                 ``None`` where they have not arrived: the next look counts these steps too.
             steps: since the last look, 1 or more.
-            hosted: per layer, the experts that are read from host memory.
+            hosted: per layer, the experts that are read from there.
         """
         self._steps += steps
         if hits is None:
@@ -52,3 +55,12 @@ class HostReads:
             )
         self.nbytes += round(reads * self._expert_bytes)
         self._before, self._steps = [list(row) for row in hits], 0
+
+
+def experts_in(slab: ExpertSlab, tier: Tier) -> list[list[int]]:
+    """Per layer, the experts that the slot table reads from home pages of ``tier``."""
+    geometry = slab.geometry
+    slots = range(geometry.home_slot_base, geometry.host_slot_base)
+    if tier is Tier.HOST:
+        slots = range(geometry.host_slot_base, geometry.slots)
+    return [[expert for expert, slot in enumerate(row) if slot in slots] for row in slab.slot_table]

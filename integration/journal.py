@@ -30,6 +30,8 @@ class Journal:
         self.preemptions = 0
         self.not_this_step = 0
         self.cordons_given_up = 0
+        self.steps_waited_for_copies = 0
+        self.spilled_blocks = 0
         self.evicted_tokens_missed = 0
         self.preempted_tokens_lost = 0
         self.memory = MemoryFigures()
@@ -87,6 +89,8 @@ class Journal:
             "preemptions": self.preemptions,
             "not_this_step": self.not_this_step,
             "cordons_given_up": self.cordons_given_up,
+            "steps_waited_for_copies": self.steps_waited_for_copies,
+            "spilled_blocks": self.spilled_blocks,
             "decisions": dict(self.decisions),
             "decision_log": list(self.decision_log),
             "timeline": list(self.timeline),

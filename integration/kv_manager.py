@@ -43,13 +43,29 @@ class VampKVCacheManager(KVCacheManager):
         finally:
             self._allocating = None
 
+    def free(self, request: Request) -> None:
+        """The measured policy notes which blocks hold the prefix that comes to rest."""
+        self._note_rest(request)
+        super().free(request)
+
+    def pop_blocks_for_free(self, request: Request) -> Any:
+        """As ``free``, for blocks that vLLM returns to the pool a step later."""
+        self._note_rest(request)
+        return super().pop_blocks_for_free(request)
+
+    def _note_rest(self, request: Request) -> None:
+        if self.arbiter.measured is not None:
+            self.arbiter.measured.rest(request)
+
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Called once for every admitted request: the lookup that counts for the hit rate."""
         super().record_prefix_cache_stats(request, num_hits)
+        host_kv = self.arbiter.host_kv
+        loaded = host_kv.loading(request) if host_kv is not None else 0
         if request.num_preemptions:
-            self.arbiter.journal.preempted_tokens_lost += request.num_tokens - num_hits
+            self.arbiter.journal.preempted_tokens_lost += request.num_tokens - num_hits - loaded
         elif self.prefix_cache_lookup_enabled(request):
-            self.arbiter.looked_up(request, num_hits)
+            self.arbiter.looked_up(request, num_hits, loaded)
 
     def _wrap_need(self) -> None:
         original = self.coordinator.get_num_blocks_to_allocate

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.ledger import OwnerKind
 from vamp_runtime.memory.move import MoveKind
 from vamp_runtime.policy.decide import Action
@@ -23,7 +24,8 @@ MICRO = 1e-6
 MOVES = tuple(kind.value for kind in MoveKind)
 ACTIONS = tuple(action.value for action in Action)
 OWNERS = tuple(kind.value for kind in OwnerKind)
-CAUSES = ("offload", "evict", "preempt")
+HOME_TIERS = (Tier.HOST.value, Tier.PEER.value)
+CAUSES = ("offload", "evict", "preempt", "spill")
 # Which way HBM pages go in a move of each kind.
 DIRECTIONS = {
     MoveKind.OFFLOAD: "experts_to_kv",
@@ -67,6 +69,7 @@ METRICS = (
     Metric("kv_blocks_max", "KV blocks that are mapped at the highest level."),
     Metric("cordon_active", "1 while a tail of the KV cache is cordoned to be given back."),
     Metric("pages", "Physical pages by owner, on the first rank.", label="owner", values=OWNERS),
+    Metric("home_pages", "Home pages by where they lie, on the first rank.", label="tier", values=HOME_TIERS),
     Metric("page_bytes", "Bytes of a page."),
     Metric("decisions", "Decisions at a KV allocation.", counter=True, label="action", values=ACTIONS),
     Metric(
@@ -79,8 +82,8 @@ METRICS = (
     ),
     Metric(
         "realized_cost_seconds",
-        "Seconds of link or GPU time paid since: host bytes read over the link's rate, and tokens computed "
-        "again after an eviction or a preemption times the profile's seconds per token.",
+        "Seconds of link or GPU time paid since: host bytes read and KV blocks loaded, over the link's rate; "
+        "tokens computed again after an eviction or a preemption times the profile's seconds per token.",
         counter=True,
         label="cause",
         values=CAUSES,
@@ -105,7 +108,7 @@ METRICS = (
     ),
     Metric(
         "copied_bytes",
-        "Expert bytes copied to and from home pages, on the first rank.",
+        "Expert bytes copied to and from home pages, also those in a peer, on the first rank.",
         counter=True,
         label="direction",
         values=("to_host", "from_host"),
@@ -115,7 +118,24 @@ METRICS = (
         "Expert bytes that the MoE layers read from host memory, on the first rank, estimated from hits.",
         counter=True,
     ),
+    Metric(
+        "moe_peer_read_bytes",
+        "Expert bytes that the MoE layers read from another GPU's HBM, on the first rank, estimated.",
+        counter=True,
+    ),
     Metric("evicted_blocks", "KV blocks that lost their cached content.", counter=True),
+    Metric(
+        "spilled_blocks",
+        "KV blocks that lost their cached content while host memory held it too; evicted_blocks counts them.",
+        counter=True,
+    ),
+    Metric("loaded_blocks", "KV blocks copied back from host memory.", counter=True),
+    Metric("copying_blocks", "KV blocks that are being copied to host memory or back."),
+    Metric(
+        "steps_waited_for_copies",
+        "Steps in which only such copies kept a free tail from being given back.",
+        counter=True,
+    ),
     Metric("cordons_given_up", "Restores given up because their blocks did not become free.", counter=True),
 )
 
@@ -146,13 +166,16 @@ def _gauges(arbiter: Arbiter) -> dict[str, Mapping[str, float]]:
         "kv_blocks_max": {"": capacity.blocks_at[-1] if capacity else controller.mapped_blocks},
         "cordon_active": {"": limit is not None},
         "pages": memory.pages,
+        "home_pages": memory.home_pages,
         "page_bytes": {"": memory.page_bytes},
+        "copying_blocks": {"": arbiter.host_kv.transfers.blocks if arbiter.host_kv is not None else 0},
     }
 
 
 def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping[str, float]]:
     journal, memory = arbiter.journal, arbiter.journal.memory
-    token_s = arbiter.costs.parameters.t_prefill_s
+    token_s, host_kv = arbiter.costs.parameters.t_prefill_s, arbiter.host_kv
+    loaded = host_kv.transfers.loaded_blocks if host_kv is not None else 0
     return {
         "decisions": journal.decisions,
         "predicted_cost_seconds": journal.predicted_s,
@@ -160,6 +183,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
             "offload": memory.host_bytes_read / host_read_bandwidth,
             "evict": journal.evicted_tokens_missed * token_s,
             "preempt": journal.preempted_tokens_lost * token_s,
+            "spill": loaded * host_kv.load_block_s if host_kv is not None else 0.0,
         },
         "moves": journal.moves,
         "moves_failed": {"": journal.failed_moves},
@@ -167,7 +191,11 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "moved_bytes": {way: journal.bytes_by_kind[kind.value] for kind, way in DIRECTIONS.items()},
         "copied_bytes": {"to_host": memory.home_bytes_copied, "from_host": journal.copied_bytes},
         "moe_host_read_bytes": {"": memory.host_bytes_read},
+        "moe_peer_read_bytes": {"": memory.peer_bytes_read},
         "evicted_blocks": {"": arbiter.pool.evictions},
+        "spilled_blocks": {"": journal.spilled_blocks},
+        "loaded_blocks": {"": loaded},
+        "steps_waited_for_copies": {"": journal.steps_waited_for_copies},
         "cordons_given_up": {"": journal.cordons_given_up},
     }
 

@@ -49,8 +49,9 @@ class SlotTables:
             self._copied.synchronize()
         slots, hosted = self._pinned
         slots.copy_(torch.tensor(self._slab.slot_table, dtype=torch.int32))
-        # The reads through home aliases are those of redirected groups; own records are in HBM.
-        torch.ge(slots, self._slab.geometry.home_slot_base, out=hosted)
+        # The reads through home aliases are those of redirected groups; own records are in HBM, and a peer's
+        # HBM is read as quickly as the kernel asks.
+        torch.ge(slots, self._slab.geometry.host_slot_base, out=hosted)
         self.slots.copy_(slots, non_blocking=True)
         self.hosted.copy_(hosted, non_blocking=True)
         if self._copied is not None:

@@ -10,7 +10,6 @@ one by one: a layer's worth of memory is used twice meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,9 @@ from vllm.model_executor.utils import replace_parameter
 from vamp_integration.experts import ExpertRouting, VampRoutedExperts
 from vamp_integration.home_room import check_homes
 from vamp_integration.log import logger
+from vamp_integration.memory_driver import open_driver
 from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
-from vamp_integration.plan import granularity, slab_geometry
+from vamp_integration.plan import slab_geometry
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_integration.staged_experts import StagedExperts, unstageable
@@ -31,10 +31,8 @@ from vamp_integration.staging import Staging, staging_costs
 from vamp_integration.supported import check_kernel, routed_experts
 from vamp_kernels.workspace import Workspace
 from vamp_runtime.errors import ConfigError
-from vamp_runtime.memory.cuda import CudaDriver
-from vamp_runtime.memory.driver import MemoryDriver, Tier
+from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import STAGING_BUFFERS, SlabGeometry
-from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import PageLedger
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
@@ -82,7 +80,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     geometry = _geometry(settings, layers, part_bytes, device)
     check_homes(settings, geometry, ranks=1)  # the other ranks of this host may already have theirs
     order = read_order(settings.record_order, len(layers), experts)
-    driver = _driver(settings, device)
+    driver = open_driver(settings, geometry, device)
     ledger = PageLedger(geometry.page_bytes)
     slab = ExpertSlab(driver, ledger, geometry, order, lazily=True)
     counters = torch.zeros(len(layers), 1 + experts, dtype=torch.int64, device=device)
@@ -112,7 +110,8 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
         slab.seal()  # reads every byte; on a GPU that would take longer than loading them
     slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     logger.info(
-        "VAMP: %d layers x %d experts of %d KiB, group %d, page %d KiB, %d levels of %d KiB, homes %d MiB",
+        "VAMP: %d layers x %d experts of %d KiB, group %d, page %d KiB, %d levels of %d KiB, "
+        "homes %d MiB on the host",
         geometry.layers,
         geometry.experts,
         geometry.expert_bytes // 1024,
@@ -120,8 +119,15 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
         geometry.page_bytes // 1024,
         geometry.max_level,
         geometry.pages_per_level * geometry.page_bytes // 1024,
-        geometry.home_slots * geometry.pages_per_level * geometry.page_bytes >> 20,
+        geometry.host_home_bytes >> 20,
     )
+    if geometry.peer_homes:
+        logger.info(
+            "VAMP: homes of %d of %d groups of every layer in another GPU's HBM, %d MiB",
+            geometry.peer_homes,
+            geometry.home_slots,
+            geometry.peer_home_bytes >> 20,
+        )
     if geometry.padding_bytes:
         logger.info(
             "VAMP: %d KiB of each are padding to whole pages, %d MiB of HBM from the KV budget",
@@ -264,34 +270,6 @@ def _scale(layer: VampRoutedExperts, name: str) -> torch.Tensor | None:
         if scale is not None:
             return scale.data
     return None
-
-
-def _driver(settings: VampSettings, device: torch.device) -> MemoryDriver:
-    if device.type == "cpu":
-        return HostDriver(granularity=granularity(settings, "cpu"), budgets=_budgets(settings, device))
-    driver = CudaDriver(
-        device.index or 0,
-        budgets=_budgets(settings, device),
-        # Commands come between steps, when the current stream is the one that the model runner uses.
-        compute_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-    )
-    if granularity(settings, "cuda") % driver.granularity:
-        raise ConfigError(
-            f"granule_kib: {granularity(settings, 'cuda') / 1024:g} is not a multiple of this GPU's "
-            f"{driver.granularity >> 10} KiB; use 0 and a hardware profile that fits"
-        )
-    return driver
-
-
-def _budgets(settings: VampSettings, device: torch.device) -> dict[Tier, int] | None:
-    """Limits of the tiers in bytes; ``None`` leaves each at the machine's memory."""
-    if not settings.host_gib:
-        return None
-    if device.type == "cuda":
-        hbm = torch.cuda.get_device_properties(device).total_memory
-    else:
-        hbm = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {Tier.HBM: hbm, Tier.HOST: int(settings.host_gib * 2**30)}
 
 
 def _check(layers: Sequence[VampRoutedExperts], settings: VampSettings) -> None:

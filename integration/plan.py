@@ -6,6 +6,7 @@ with the real sizes.
 
 from __future__ import annotations
 
+import math
 from math import gcd
 from types import SimpleNamespace
 from typing import Any
@@ -45,20 +46,24 @@ def slab_geometry(
 ) -> SlabGeometry:
     """The slab for these sizes.
 
-    Raises ``ConfigError`` naming the setting where no group is whole pages, or staging holds too few experts.
+    Raises ``ConfigError`` naming the setting where no group is whole pages, staging holds too few experts, or
+    the peer not a group of every layer.
     """
+    peer_bytes = int(settings.peer_hbm_gib * 2**30)
     try:
         sizes = (layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio)
         # At the highest level, the group that is to leave next needs a home too.
         spare_homes = int(settings.reselect_mib_per_s > 0)
         # Views of a record may end short of the next; the CPU engine's parts are dense.
         pad = device != "cpu"
-        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes, pad=pad)
+        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes, pad=pad, peer_bytes=peer_bytes)
         if device == "cpu":
             return geometry
-        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes, pad)
+        if peer_bytes and geometry.home_slots and not geometry.peer_homes:
+            raise ConfigError(_peer_too_small(settings, geometry))
+        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes, pad, peer_bytes)
     except ConfigError as error:
-        if str(error).startswith("staging_mib"):
+        if str(error).startswith(("staging_mib", "peer_hbm_gib")):
             raise
         common = gcd(*part_bytes)
         fit = (common & -common) // 1024
@@ -70,17 +75,26 @@ def slab_geometry(
         ) from error
 
 
+def _peer_too_small(settings: VampSettings, geometry: SlabGeometry) -> str:
+    least = math.ceil(geometry.layers * geometry.group_bytes / 2**30 * 100) / 100
+    return (
+        f"peer_hbm_gib: {settings.peer_hbm_gib:g} holds no expert group of each of {geometry.layers} layers; "
+        f"use 0, or at least {least:g}"
+    )
+
+
 def staging_records(settings: VampSettings, geometry: SlabGeometry) -> int:
-    """Records of two buffers, each of at most the experts that may be out of a layer."""
+    """Records of two buffers, each of at most the experts of a layer that may be on the host."""
     if settings.staging == "off":
         return 0
     twice = STAGING_BUFFERS * geometry.group_bytes
-    groups = min((settings.staging_mib << 20) // twice, geometry.max_level)
-    if settings.staging == "region" and groups < geometry.max_level:
+    most = min(geometry.max_level, geometry.host_homes)
+    groups = min((settings.staging_mib << 20) // twice, most)
+    if settings.staging == "region" and groups < most:
         raise ConfigError(
             f"staging_mib: {settings.staging_mib} holds {groups * geometry.group} experts twice, but "
-            f"staging=region copies up to {geometry.max_level * geometry.group}; use "
-            f"{-(-geometry.max_level * twice >> 20)}, or a lower max_offload_ratio"
+            f"staging=region copies up to {most * geometry.group}; use "
+            f"{-(-most * twice >> 20)}, or a lower max_offload_ratio"
         )
     return STAGING_BUFFERS * groups * geometry.group
 
@@ -146,6 +160,13 @@ def check_plan(
         raise ConfigError(f"moe_kernel: {settings.moe_kernel} needs a GPU; use vllm")
     if device == "cpu" and settings.staging == "region":
         raise ConfigError("staging: region needs a GPU; use auto")
+    if device == "cpu" and settings.peer_hbm_gib:
+        raise ConfigError(f"peer_hbm_gib: {settings.peer_hbm_gib:g} needs a GPU; use 0")
+    if settings.peer_hbm_gib and tensor_parallel > 1:
+        raise ConfigError(
+            f"peer_hbm_gib: {settings.peer_hbm_gib:g} needs a GPU that no rank is on, and VAMP looks for one "
+            "with tensor_parallel_size=1 only; use 0"
+        )
     if device == "cpu" and settings.nvtx:
         raise ConfigError("nvtx: true needs a GPU; use false")
     read_order(settings.record_order, None, expert_count(config))

@@ -10,7 +10,8 @@ the same object. It goes when vLLM has a pool of variable size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice, takewhile
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -24,6 +25,7 @@ class VampBlockPool(BlockPool):
     freed_at: dict[int, float]
     evictions: int
     on_evict: Callable[[BlockHashWithGroupId], None] | None
+    on_lost: Callable[[int], None] | None
     cordon_limit: int | None
     parked: dict[int, KVCacheBlock]
 
@@ -36,7 +38,7 @@ class VampBlockPool(BlockPool):
             )
         pool.__class__ = cls
         assert isinstance(pool, cls)
-        pool.freed_at, pool.evictions, pool.on_evict = {}, 0, None
+        pool.freed_at, pool.evictions, pool.on_evict, pool.on_lost = {}, 0, None, None
         pool.cordon_limit, pool.parked = None, {}
         return pool
 
@@ -48,12 +50,25 @@ class VampBlockPool(BlockPool):
         self.free_block_queue.prepend_n(new)
         self.num_gpu_blocks += len(new)
 
-    def free_order(self) -> Iterator[KVCacheBlock]:
-        """Free blocks in the order in which they would be handed out."""
+    def free_order(self, hits: Collection[KVCacheBlock] = ()) -> Iterator[KVCacheBlock]:
+        """Free blocks in the order in which they would be handed out, without ``hits``."""
+        hit_ids = {block.block_id for block in hits}
         block = self.free_block_queue.fake_free_list_head.next_free_block
         while block is not None and block is not self.free_block_queue.fake_free_list_tail:
-            yield block
+            if block.block_id not in hit_ids:
+                yield block
             block = block.next_free_block
+
+    def clean(self, wanted: int, hits: Collection[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Blocks at the head of the free queue that hold nothing of value, up to ``wanted``."""
+        empty = takewhile(lambda block: block.block_hash is None, self.free_order(hits))
+        return list(islice(empty, wanted))
+
+    def put_first(self, blocks: list[KVCacheBlock]) -> None:
+        """Hand out these free blocks next, in this order."""
+        for block in blocks:
+            self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
@@ -69,6 +84,9 @@ class VampBlockPool(BlockPool):
         if self.cordon_limit is not None:
             self.lift_cordon()
         reset: bool = super().reset_prefix_cache()
+        if reset and self.on_lost is not None:
+            for block in self.blocks:
+                self.on_lost(block.block_id)
         return reset
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -78,6 +96,8 @@ class VampBlockPool(BlockPool):
             self.evictions += 1
             if self.on_evict is not None and lost is not None:
                 self.on_evict(lost)
+            if self.on_lost is not None:
+                self.on_lost(block.block_id)
         return evicted
 
     # Shrinking: cordon the tail, wait until every block of it is parked, then cut it off.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm.envs as envs
 
-from vamp_integration import settings
 from vamp_integration.settings import LOAD_FORMAT
 from vamp_integration.supported import refused_architecture, refused_quantization
 from vamp_runtime.errors import ConfigError
@@ -95,11 +94,8 @@ def _runner(config: VllmConfig) -> str:
 
 
 def _connector(config: VllmConfig) -> str | None:
-    transfer, chosen = config.kv_transfer_config, settings.of(config)
-    if transfer is None or transfer.kv_connector is None:
-        return None
-    restoring = chosen is not None and chosen.restore
-    return f"{transfer.kv_connector} with restore" if restoring else transfer.kv_connector
+    transfer = config.kv_transfer_config
+    return None if transfer is None else transfer.kv_connector
 
 
 _EXPERT_SHARDS = "every rank must hold a shard of every expert"
@@ -259,8 +255,8 @@ RULES: tuple[Rule, ...] = (
         "--kv-transfer-config kv_connector",
         _connector,
         lambda v: v in (None, "OffloadingConnector"),
-        "it pins KV memory that VAMP remaps, or has transfers under way from blocks that a restore takes",
-        'use none, or OffloadingConnector and the setting "restore": false',
+        "it pins KV memory that VAMP remaps, or may copy from blocks that a restore takes",
+        "use none, or OffloadingConnector",
     ),
     Rule(
         "--attention-config hisparse_config",

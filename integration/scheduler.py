@@ -25,6 +25,8 @@ from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
+from vamp_integration.kv_offload import VampOffloadingConnector
+from vamp_integration.measured import engine_facts
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.reselect import Reselector
@@ -58,15 +60,27 @@ class VampSchedulerMixin:
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
+        connector, kv = self.connector, self.kv_cache_config  # type: ignore[attr-defined]
+        if connector is not None:
+            # Every rank copies its own part of a block, all at once.
+            block_bytes = kv.kv_cache_tensors[0].size // kv.num_blocks
+            load_s = block_bytes / hardware.host_to_device_bandwidth.value
+            self.arbiter.host_kv = VampOffloadingConnector.adopt(connector, load_s)
+        self.measure()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.arbiter.begin_step()
         self.shrinker.begin_step(self.left_waiting)
         self.reselector.begin_step()
+        measured = self.arbiter.measured
+        if measured is not None:
+            measured.order(self.waiting)  # type: ignore[attr-defined]
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
         self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
         put_command(output, self.arbiter.command())
+        if measured is not None:
+            measured.step(output.total_num_scheduled_tokens)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -102,6 +116,11 @@ class VampSchedulerMixin:
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.arbiter.journal.preemptions += 1
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def measure(self) -> None:
+        """Begin to measure anew, or stop: as the policy now chosen has it."""
+        block_size = self.block_size  # type: ignore[attr-defined]
+        self.arbiter.measure(lambda: engine_facts(self.vllm_config, self.kv_cache_config, block_size))  # type: ignore[attr-defined]
 
     def vamp_report(self) -> dict[str, Any]:
         """Level, blocks, moves and decisions so far, as plain data."""

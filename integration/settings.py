@@ -33,6 +33,8 @@ class VampSettings:
         granule_kib: page granule of the host driver in KiB; 0 takes the hardware profile's.
         reserve_levels: levels of KV memory kept mapped but out of the block pool, taken from the KV budget.
         host_gib: most host memory for home pages, in GiB; 0 means no limit of VAMP's own.
+        peer_hbm_gib: most HBM of one other GPU for home pages, in GiB, where an engine has a single rank, on
+            a GPU: those of the warmest of the experts that may leave; 0 keeps all homes on the host.
         home_refresh_mib: most bytes copied to home pages per step, in MiB.
         reselect_mib_per_s: most expert groups, in MiB a second, that come back to HBM in the place of colder
             ones while the level stays; 0 leaves the groups that are out as they are.
@@ -58,6 +60,7 @@ class VampSettings:
     granule_kib: int = 0
     reserve_levels: int = 1
     host_gib: float = 0.0
+    peer_hbm_gib: float = 0.0
     home_refresh_mib: int = 64
     reselect_mib_per_s: float = 0.0
     record_order: str = ""
@@ -90,7 +93,11 @@ class VampSettings:
             raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'auto'")
         if self.staging not in STAGING_MODES:
             raise ConfigError(f"staging: {self.staging!r} is none of {STAGING_MODES}; try 'auto'")
-        for name, meaning in (("host_gib", "no limit"), ("reselect_mib_per_s", "off")):
+        for name, meaning in (
+            ("host_gib", "no limit"),
+            ("peer_hbm_gib", "off"),
+            ("reselect_mib_per_s", "off"),
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 value = getattr(self, name)
                 raise ConfigError(f"{name}: {value} is not finite and 0 or more; try 0 ({meaning})")

@@ -1,11 +1,14 @@
 """Takes levels back from the KV cache: cordon the tail, wait until it is free, send the restore.
 
-Cached blocks in the tail lose their hashes; the decision has priced that loss (``decide_restore``).
+Cached blocks in the tail lose their hashes; the decision has priced that loss (``decide_restore``). Where
+vLLM copies KV blocks to host memory, the tail is free only when none of them is still being copied.
 """
 
 from __future__ import annotations
 
 import time
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.settings import VampSettings
@@ -49,8 +52,11 @@ class Shrinker:
         return True
 
     def _carry_on(self) -> None:
-        arbiter = self.arbiter
-        if arbiter.pool.cordoned_free:
+        arbiter, limit = self.arbiter, self.arbiter.pool.cordon_limit
+        assert limit is not None
+        if arbiter.pool.cordoned_free and not self._copying(limit):
+            if arbiter.host_kv is not None:
+                arbiter.host_kv.forget(limit)
             arbiter.pool.truncate()
             blocks = arbiter.controller.request_restore(self._levels)
             assert blocks == arbiter.pool.num_gpu_blocks, (blocks, arbiter.pool.num_gpu_blocks)
@@ -60,13 +66,24 @@ class Shrinker:
             arbiter.pool.lift_cordon()
             arbiter.journal.cordons_given_up += 1
 
+    def _copying(self, limit: int) -> bool:
+        """Whether a copy to or from host memory still keeps the free tail from being unmapped."""
+        host_kv = self.arbiter.host_kv
+        waits = host_kv is not None and host_kv.uses(limit)
+        self.arbiter.journal.steps_waited_for_copies += waits
+        return waits
+
     def _look(self, waiting: int) -> None:
         now, arbiter, controller = time.monotonic(), self.arbiter, self.arbiter.controller
         if controller.level == 0 or controller.moving or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
         situation = self._situation(waiting, now)
-        decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+        if arbiter.measured is None:
+            decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+        else:
+            cached = {block.block_id for block in self._free_tail() if block.block_hash is not None}
+            decision = arbiter.measured.decide_restore(situation, controller.level, cached)
         if decision.levels:
             self.restore(decision.levels)
 
@@ -74,10 +91,7 @@ class Shrinker:
         arbiter, controller = self.arbiter, self.arbiter.controller
         capacity = controller.capacity
         assert capacity is not None
-        # What leaves is the tail, whatever the free queue would hand out next.
-        limit = controller.restore_limit(1)
-        tail = arbiter.pool.blocks[min(limit, controller.pool_blocks) :]
-        free = [block for block in tail if block.ref_cnt == 0]
+        tail, free = self._tail(), self._free_tail()
         cached = [block for block in free if block.block_hash is not None]
         ages = [now - arbiter.pool.freed_at.get(block.block_id, now) for block in cached]
         return RestoreSituation(
@@ -94,7 +108,18 @@ class Shrinker:
             waiting_requests=waiting,
             since_last_move_s=now - arbiter.last_move_at,
             moving=controller.moving,
+            copied_blocks=sum(map(arbiter.host_holds, cached)),
+            load_block_s=arbiter.load_block_s,
         )
+
+    def _tail(self) -> list[KVCacheBlock]:
+        """What leaves with a level, whatever the free queue would hand out next."""
+        limit = self.arbiter.controller.restore_limit(1)
+        tail: list[KVCacheBlock] = self.arbiter.pool.blocks[min(limit, self.arbiter.controller.pool_blocks) :]
+        return tail
+
+    def _free_tail(self) -> list[KVCacheBlock]:
+        return [block for block in self._tail() if block.ref_cnt == 0]
 
     def _exercise(self) -> None:
         """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""

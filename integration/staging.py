@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from vamp_integration.costs import engine_costs
+from vamp_integration.host_reads import experts_in
 from vamp_integration.plan import hardware_profile
 from vamp_integration.settings import STAGING_MODES, VampSettings
 from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError
-from vamp_runtime.memory.driver import MemoryDriver
+from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.region import RegionCopies, buffer_groups, plan_region
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.policy.staging import StagingCosts, staged_from, use_of
@@ -110,16 +111,15 @@ class Staging:
     def update(self) -> None:
         """Follow the slab's slot table, from the next step on. Cheap: it lies on the path of a move."""
         slab = self._slab
-        hosted = max(len(slab.redirected(layer)) for layer in range(slab.geometry.layers))
+        hosted = max(len(slab.hosted(layer)) for layer in range(slab.geometry.layers))
         self._out = hosted * slab.geometry.group
         self._staged = min(hosted, buffer_groups(slab)) * slab.geometry.group
         self._stale = True
         self._decide()
 
     def learn(self, hits: Sequence[Sequence[int]]) -> None:
-        """Take over the use of the experts out of HBM from the counters, ``[layers][experts]``."""
-        out = [self._slab.experts_out(layer) for layer in range(self._slab.geometry.layers)]
-        self._use = use_of(hits, out, self._costs.top_k, self._costs.experts)
+        """Take over the use of the experts read in host memory from the counters, ``[layers][experts]``."""
+        self._use = use_of(hits, experts_in(self._slab, Tier.HOST), self._costs.top_k, self._costs.experts)
         self._decide()
 
     def fill(self, tokens: int) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class Staging:
         ]
         slots = torch.tensor(merged, dtype=torch.int32)
         self.slots.copy_(slots)
-        self.hosted.copy_(slots >= slab.geometry.home_slot_base)
+        self.hosted.copy_(slots >= slab.geometry.host_slot_base)
         self._copies.follow([region.copies for region in regions])
         self._stale = False
 

@@ -21,9 +21,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import kv_memory, plan, settings
 from vamp_integration.agreement import make_agreement
+from vamp_integration.cold_reads import ColdReads
 from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
-from vamp_integration.host_reads import HostReads
+from vamp_integration.host_reads import HostReads, experts_in
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
 from vamp_kernels import ranges
@@ -31,6 +32,8 @@ from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.mover import Mover
 from vamp_runtime.memory.slab import ExpertSlab
@@ -51,8 +54,10 @@ class VampWorkerMixin:
     _mover: Mover
     _hit_counts: HitCounts
     _host_reads: HostReads
+    _peer_reads: HostReads
     _home_bytes_copied: int = 0
     _use: DecayedUse
+    _cold_reads: ColdReads
     _kv_buffer: kv_memory.KVBuffer | None = None
     _capacity_report: Report | None = None
     _report: Report | None = None
@@ -70,7 +75,10 @@ class VampWorkerMixin:
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
         self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
-        self._use = decayed_use(memory.slab)
+        self._peer_reads = HostReads(memory.slab.geometry.expert_bytes)
+        geometry, groups = memory.slab.geometry, group_of(memory.slab)
+        self._use = DecayedUse(groups, geometry.groups)
+        self._cold_reads = ColdReads(groups, geometry.groups, geometry.max_level)
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
@@ -181,12 +189,20 @@ class VampWorkerMixin:
     def _order_by_use(self) -> None:
         """Order groups by measured use: in the same step on every rank, also while a move is under way."""
         slab, counts = self._memory.slab, self._hit_counts.poll()
+        coldest: list[list[int]] = []
         if counts is not None:
-            for layer, use in enumerate(self._use.update(counts)):
-                slab.set_coldness(layer, coldest_first(use, slab.geometry.movable_groups))
+            movable = slab.geometry.movable_groups
+            coldest = [coldest_first(use, movable) for use in self._use.update(counts)]
+            for layer, order in enumerate(coldest):
+                slab.set_coldness(layer, order)
             if self._memory.staging is not None:
                 self._memory.staging.learn(counts)
-        self._host_reads.look(counts, self.home_refresh_steps, hosted_experts(slab))
+        self._host_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.HOST))
+        if slab.geometry.peer_homes:
+            self._peer_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.PEER))
+        reads = self._cold_reads.look(counts, self.home_refresh_steps, coldest)
+        if reads is not None:
+            self._report = replace(self._report or Report(), reads=reads)
         self._homes_due = True
 
     def _follow_coldest(self) -> None:
@@ -223,6 +239,8 @@ class VampWorkerMixin:
             page_bytes=ledger.page_bytes,
             home_bytes_copied=self._home_bytes_copied,
             host_bytes_read=self._host_reads.nbytes,
+            peer_bytes_read=self._peer_reads.nbytes,
+            home_pages=home_pages(self._memory.slab.geometry),
         )
 
     def _capacity(self, pages: int) -> Capacity:
@@ -246,20 +264,19 @@ class VampWorkerMixin:
         return chosen
 
 
-def decayed_use(slab: ExpertSlab) -> DecayedUse:
-    """No use yet of any group of ``slab``."""
+def group_of(slab: ExpertSlab) -> list[list[int]]:
+    """``[layers][experts]``, the group of each expert."""
     geometry = slab.geometry
-    group_of = [
+    return [
         [slab.record(layer, expert) // geometry.group for expert in range(geometry.experts)]
         for layer in range(geometry.layers)
     ]
-    return DecayedUse(group_of, geometry.groups)
 
 
-def hosted_experts(slab: ExpertSlab) -> list[list[int]]:
-    """Per layer, the experts that the slot table reads from host memory."""
-    first = slab.geometry.home_slot_base
-    return [[expert for expert, slot in enumerate(row) if slot >= first] for row in slab.slot_table]
+def home_pages(geometry: SlabGeometry) -> dict[str, int]:
+    """Home pages by ``Tier.value``; they never change."""
+    homes = {Tier.HOST: geometry.host_homes, Tier.PEER: geometry.peer_homes}
+    return {tier.value: count * geometry.pages_per_level for tier, count in homes.items()}
 
 
 def end_process() -> None:

@@ -64,6 +64,8 @@ PEER_RATE = QuantityRule("B/s", 1e6, 1e15, 374e9, optional=True)
 SHARE = QuantityRule("1", 0.0, 1.0, 0.5)
 PAUSE = QuantityRule("s", 0.0, 1e3, 0.1)
 TIME = QuantityRule("s", 0.0, 1e9, 40.0, open_low=True)
+SPAN = QuantityRule("s", 0.0, 1e9, 60.0, open_low=True, optional=True)
+EVENTS = QuantityRule("1", 1, 1e9, 100, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,10 @@ class ModelProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyProfile:
-    """The cost model's constants and how the hit rate is taken; symbols are the paper's."""
+    """The cost model's constants and how the hit rate is taken; symbols are the paper's.
+
+    A profile that has all of the last eight prices by measurements on the running engine (``measured``).
+    """
 
     kind: Annotated[str, TextRule(("policy",))]
     name: Annotated[str, TextRule(example="paper")]
@@ -134,3 +139,11 @@ class PolicyProfile:
     hit_rate_prior_tokens: Annotated[Whole, QuantityRule("token", 0, 10**12, 200_000, whole=True)]
     dead_zone: Annotated[Real, QuantityRule("1", 1.0, 1e6, 2.0)]
     min_dwell: Annotated[Real, QuantityRule("s", 0.0, 1e9, 10.0)]
+    popularity_sigma: Annotated[Real | None, QuantityRule("1", 0.0, 5.0, 0.6, optional=True)] = None
+    popularity_prior_steps: Annotated[Real | None, EVENTS] = None
+    horizon_min: Annotated[Real | None, SPAN] = None
+    horizon_max: Annotated[Real | None, SPAN] = None
+    min_lookups: Annotated[Whole | None, QuantityRule("1", 1, 1e6, 30, whole=True, optional=True)] = None
+    fairness: Annotated[Real | None, SPAN] = None
+    reuse_prior_events: Annotated[Real | None, EVENTS] = None
+    reuse_half_life: Annotated[Real | None, EVENTS] = None

@@ -31,6 +31,7 @@ def doctor(
         typer.Option(help="Folder of a checkpoint: also check whether this host can hold its homes."),
     ] = None,
     max_offload_ratio: Annotated[float | None, typer.Option(help="As for `vamp serve`.")] = None,
+    peer_hbm_gib: Annotated[float | None, typer.Option(help="As for `vamp serve`.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks on this host.")] = 1,
     vamp_hardware: Annotated[
         str | None, typer.Option(help="Hardware profile to compare with: a name or a TOML file.")
@@ -42,15 +43,19 @@ def doctor(
 
     Ends with status 1 where something keeps an engine from starting.
     """
-    given = {"max_offload_ratio": max_offload_ratio, "hardware": vamp_hardware}
+    given = {
+        "max_offload_ratio": max_offload_ratio,
+        "peer_hbm_gib": peer_hbm_gib,
+        "hardware": vamp_hardware,
+    }
     chosen = settings.parse({name: value for name, value in given.items() if value is not None})
     config = None if model is None else read_config(model)
-    facts = probe(device, os.environ)
+    facts = probe(device, os.environ, peer_bytes=int(chosen.peer_hbm_gib * 2**30))
     hardware = hardware_profile(chosen, facts.device)
     needs = None
     if model is not None:
         needs = model_needs(model, config, chosen, tensor_parallel_size, facts.device)
-    findings = diagnose(facts, hardware, needs)
+    findings = diagnose(facts, hardware, needs, chosen.peer_hbm_gib)
     blocked = any(finding.status == "problem" for finding in findings)
     if as_json:
         typer.echo(json.dumps(report(facts, findings, blocked)))

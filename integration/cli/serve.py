@@ -32,6 +32,10 @@ def serve(
         float | None,
         typer.Option(help="Largest share of each layer's experts that may leave GPU memory, 0 to 1."),
     ] = None,
+    peer_hbm_gib: Annotated[
+        float | None,
+        typer.Option(help="HBM of another GPU, in GiB, for the warmest of the experts that may leave."),
+    ] = None,
     vamp_policy: Annotated[str | None, typer.Option(help="Policy profile: a name or a TOML file.")] = None,
     vamp_hardware: Annotated[
         str | None, typer.Option(help="Hardware profile: a name or a TOML file.")
@@ -44,6 +48,7 @@ def serve(
     """
     given = {
         "max_offload_ratio": max_offload_ratio,
+        "peer_hbm_gib": peer_hbm_gib,
         "policy": vamp_policy,
         "hardware": vamp_hardware,
         "model": vamp_model,

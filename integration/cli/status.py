@@ -86,12 +86,24 @@ def rows(figures: ServerFigures) -> list[tuple[str, str]]:
         ),
         ("moved", _amounts(vamp["moved_bytes"])),
         ("copied", _amounts(vamp["copied_bytes"])),
+        (
+            "host copies of KV",
+            f"spilled {vamp['spilled_blocks']} blocks, loaded {vamp['loaded_blocks']}, "
+            f"copying {vamp['copying_blocks']}; steps a restore waited {vamp['steps_waited_for_copies']}",
+        ),
         ("host reads", f"{bytes_text(vamp['moe_host_read_bytes'])} by MoE layers (estimated)"),
+        *_peer_rows(vamp),
         ("decisions", _kinds(vamp["decisions"]) or "none"),
         ("predicted cost", _seconds(vamp["predicted_cost_seconds"])),
         ("realized cost", _seconds(vamp["realized_cost_seconds"])),
         ("preemptions", str(vllm["preemptions"])),
     ]
+
+
+def _peer_rows(vamp: dict[str, Any]) -> list[tuple[str, str]]:
+    homes = vamp["home_pages"].get("peer", 0) * vamp["page_bytes"]
+    reads = f"{bytes_text(vamp['moe_peer_read_bytes'])} by MoE layers (estimated)"
+    return [("peer reads", f"{reads}; {bytes_text(homes)} of homes there")] if homes else []
 
 
 def _kinds(counts: dict[str, Any]) -> str:

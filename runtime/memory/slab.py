@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import SlabGeometry
-from vamp_runtime.memory.homes import HomeSlots
+from vamp_runtime.memory.homes import HomeCopies, HomeSlots
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
 from vamp_runtime.memory.records import ExpertRecords, staging_owner
 from vamp_runtime.memory.transaction import Transaction
@@ -48,7 +48,7 @@ class ExpertSlab:
         self._experts = [sorted(experts, key=row.__getitem__) for row in self._order]
         self.slot_table = [list(row) for row in self._order]
         self._coldness = [list(reversed(range(geometry.movable_groups))) for _ in layers]
-        self._homes = [HomeSlots(geometry.home_slots) for _ in layers]
+        self._homes = [HomeSlots(geometry.home_slots, geometry.peer_homes) for _ in layers]
         self._out: list[list[int]] = [[] for _ in layers]
         self._redirected: list[set[int]] = [set() for _ in layers]
         self._checksums: list[list[bytes]] = []
@@ -87,13 +87,14 @@ class ExpertSlab:
         """Groups out of HBM, in the order they left."""
         return tuple(self._out[layer])
 
-    def experts_out(self, layer: int) -> list[int]:
-        """Experts of the groups that are out of HBM."""
-        return [expert for group in self.out(layer) for expert in self.experts_of(layer, group)]
-
     def redirected(self, layer: int) -> frozenset[int]:
         """Groups that the slot table reads through their home aliases."""
         return frozenset(self._redirected[layer])
+
+    def hosted(self, layer: int) -> frozenset[int]:
+        """Of these, the groups whose homes lie in host memory, not in a peer's."""
+        homes = self._homes[layer]
+        return frozenset(group for group in self._redirected[layer] if not homes.in_peer(group))
 
     def without_pages(self, layer: int) -> frozenset[int]:
         """Groups that own no HBM page."""
@@ -128,26 +129,24 @@ class ExpertSlab:
     def refresh_homes(self, budget_bytes: int) -> int:
         """Copy the coldest groups that lack a home into home slots, at most ``budget_bytes``; bytes copied.
 
-        The coldest of all layers go first, so that whole levels become ready. A home counts as valid once all
-        copies are done; a slot whose copy was refused stays empty. Homes of redirected groups stay.
+        The coldest of all layers go first, so that whole levels become ready; homes that should change places
+        between peer and host go last. A home counts as valid once all copies are done; a slot whose copy was
+        refused stays empty. Homes of redirected groups stay.
 
         Raises:
             DriverError: a copy was refused.
         """
-        geometry, jobs = self.geometry, []
-        for layer, homes in enumerate(self._homes):
-            pinned = self._redirected[layer]
-            wanted = self.coldest(layer, geometry.home_slots - len(pinned))
-            jobs += [(rank, layer, group, slot) for rank, group, slot in homes.plan(wanted, pinned)]
-        jobs = sorted(jobs)[: max(budget_bytes, 0) // geometry.group_bytes]
-        for _, layer, group, slot in jobs:
-            self._homes[layer].empty(slot)
-            target = self._records.home_alias(slot)
-            self._records.copy_group(layer, source=group * geometry.group, target=target)
+        geometry, jobs = self.geometry, self._home_jobs(max(budget_bytes, 0) // self.geometry.group_bytes)
+        for job, layer in jobs:
+            self._homes[layer].begin(job)
+            for group, slot in job.copies:
+                target = self._records.home_alias(slot)
+                self._records.copy_group(layer, source=group * geometry.group, target=target)
         self._driver.synchronize()
-        for _, layer, group, slot in jobs:
-            self._homes[layer].fill(slot, group)
-        return len(jobs) * geometry.group_bytes
+        for job, layer in jobs:
+            for group, slot in job.copies:
+                self._homes[layer].fill(slot, group)
+        return sum(len(job.copies) for job, _ in jobs) * geometry.group_bytes
 
     def redirect(self, layer: int, group: int) -> None:
         """Read the group's experts through its home alias."""
@@ -233,6 +232,17 @@ class ExpertSlab:
     def close(self) -> None:
         """Give back every page and address, also with groups out."""
         self._records.close()
+
+    def _home_jobs(self, most: int) -> list[tuple[HomeCopies, int]]:
+        """The next copies to homes with their layers, ``most`` copies at most."""
+        jobs: list[tuple[HomeCopies, int]] = []
+        for layer, homes in enumerate(self._homes):
+            pinned = self._redirected[layer]
+            wanted = self.coldest(layer, self.geometry.home_slots - len(pinned))
+            jobs += [(job, layer) for job in homes.plan(wanted, pinned)]
+        jobs.sort(key=lambda each: (each[0].exchange, each[0].rank, each[1]))
+        ends = accumulate(len(job.copies) for job, _ in jobs)
+        return [each for each, end in zip(jobs, ends, strict=True) if end <= most]
 
     def _resident(self, layer: int) -> Iterator[int]:
         redirected = self._redirected[layer]

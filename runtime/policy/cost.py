@@ -1,6 +1,7 @@
 """The paper's cost model (arXiv 2609.13537): what each way to find KV blocks costs, in seconds.
 
-The functions are the formulas and nothing else; what is feasible is decided in ``decide.py``.
+The functions are the formulas and nothing else; what is feasible is decided in ``decide.py``. ``spill_cost``
+is not the paper's, which knows no copies of KV blocks in host memory.
 """
 
 from __future__ import annotations
@@ -33,6 +34,37 @@ def evict_cost(tokens: int, age_s: float, r_hit: float, parameters: CostParamete
     """
     refill = tokens * parameters.t_prefill_s + overhead(parameters)
     return effective_reuse(age_s, r_hit, parameters) * refill
+
+
+def spill_cost(
+    copied: int,
+    lost: int,
+    tokens_per_block: int,
+    load_block_s: float,
+    age_s: float,
+    r_hit: float,
+    parameters: CostParameters,
+) -> float:
+    """Evicting blocks some of which have a copy in host memory, in seconds.
+
+    ``C_s = p_eff * (n_copied * min(t_load, t_block) + n_lost * t_block + t_wait)``, where a block comes back
+    by a copy (``t_load``) or by prefilling its tokens (``t_block``), whichever is sooner. ``t_wait`` is
+    ``t_overhead`` where tokens are prefilled again, and ``t_sched`` where a load is all that the request
+    waits for: then nothing of it stands in the queue for the device. Without copies it is ``evict_cost``.
+
+    Args:
+        copied: evicted blocks that the host holds a copy of.
+        lost: the other evicted blocks.
+        tokens_per_block: tokens of one full block.
+        load_block_s: seconds to copy one block from host memory.
+        age_s: seconds since these blocks were last used.
+        r_hit: prefix-cache hit rate over the sliding window, 0 to 1.
+    """
+    prefill_s = tokens_per_block * parameters.t_prefill_s
+    by_load = copied > 0 and lost == 0 and load_block_s < prefill_s
+    wait = parameters.t_sched_s if by_load else overhead(parameters)
+    back = copied * min(load_block_s, prefill_s) + lost * prefill_s
+    return effective_reuse(age_s, r_hit, parameters) * (back + wait)
 
 
 def offload_cost(shards: int, experts: int, parameters: CostParameters) -> float:

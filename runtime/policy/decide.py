@@ -1,13 +1,13 @@
-"""The decision at a KV allocation that clean free blocks cannot satisfy: expand, evict, preempt or wait."""
+"""The decision at a KV allocation that clean free blocks cannot satisfy: which action is the cheapest."""
 
 from __future__ import annotations
 
 import enum
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost
+from vamp_runtime.policy.cost import combined_cost, evict_cost, offload_cost, preempt_cost, spill_cost
 from vamp_runtime.policy.parameters import CostParameters
 
 
@@ -15,11 +15,13 @@ class Action(enum.Enum):
     """What to do about the blocks that are missing.
 
     At equal cost the first in this order wins, because it moves the least state: evicting only drops hashes,
-    and a level can still be given later; combined moves fewer levels than expanding; waiting moves the same
-    levels and delays a request; preempting throws away the computed state of a request that is being served.
+    and a level can still be given later; spilling is evicting where host memory holds copies; combined moves
+    fewer levels than expanding; waiting moves the same levels and delays a request; preempting throws away
+    the computed state of a request that is being served.
     """
 
     EVICT = "evict"
+    SPILL = "spill"
     COMBINED = "combined"
     EXPAND = "expand"
     WAIT = "wait"
@@ -58,6 +60,9 @@ class Situation:
         partial_tokens: tokens in the last, unfinished block of the request that would be preempted.
         can_preempt: there is a running request whose blocks can be freed now.
         running: the allocation is of a running request; otherwise of one that waits for admission.
+        copied: for each of the first ``needed_blocks`` candidates, in the order of eviction, whether host
+            memory holds a copy of it; empty where the engine keeps none (no KV offloading).
+        load_block_s: seconds to copy one block from host memory, where it keeps some.
     """
 
     needed_blocks: int
@@ -77,12 +82,15 @@ class Situation:
     partial_tokens: int
     can_preempt: bool
     running: bool
+    copied: tuple[bool, ...] = ()
+    load_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.needed_blocks > 0 and self.blocks_per_level > 0 and self.shards_per_group > 0
         assert min(self.evictable_blocks, self.evictable_tokens, self.partial_tokens, self.level) >= 0
         assert min(self.reserve_blocks, self.arriving_blocks, self.reserve_target, self.max_level) >= 0
         assert self.evictable_age_s >= 0 and 0 <= self.r_hit <= 1
+        assert len(self.copied) <= self.needed_blocks and self.load_block_s >= 0
 
 
 class Rejected(NamedTuple):
@@ -142,15 +150,69 @@ class _Expansion:
         return math.ceil(max(0, blocks - self.surplus) / self.blocks_per_level)
 
 
+class Prices(Protocol):
+    """What actions cost in one situation, in seconds."""
+
+    def evict(self, blocks: int) -> float:
+        """Evicting so many cached blocks, and losing all that they hold."""
+
+    def spill(self, blocks: int) -> float:
+        """Evicting the same, of which host memory brings back what it holds."""
+
+    def offload(self, levels: int) -> float:
+        """So many levels more."""
+
+    def combined(self, levels: int, blocks: int) -> float:
+        """Levels, and blocks evicted for the rest."""
+
+    def preempt(self) -> float:
+        """Preempting a request for the missing blocks."""
+
+
+@dataclass(frozen=True)
+class PaperPrices:
+    """The paper's cost model in one situation."""
+
+    s: Situation
+    parameters: CostParameters
+
+    def evict(self, blocks: int) -> float:
+        return evict_cost(self._tokens(blocks), self.s.evictable_age_s, self.s.r_hit, self.parameters)
+
+    def spill(self, blocks: int) -> float:
+        s, copied = self.s, sum(self.s.copied[:blocks])
+        rates = s.load_block_s, s.evictable_age_s, s.r_hit, self.parameters
+        return spill_cost(copied, blocks - copied, s.tokens_per_block, *rates)
+
+    def offload(self, levels: int) -> float:
+        return offload_cost(levels * self.s.shards_per_group, self.s.experts, self.parameters)
+
+    def combined(self, levels: int, blocks: int) -> float:
+        s, shards, tokens = self.s, levels * self.s.shards_per_group, self._tokens(blocks)
+        return combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, self.parameters)
+
+    def preempt(self) -> float:
+        return preempt_cost(self.s.needed_blocks, self.s.partial_tokens, self.parameters)
+
+    def _tokens(self, blocks: int) -> int:
+        return min(blocks * self.s.tokens_per_block, self.s.evictable_tokens)
+
+
 def decide(situation: Situation, parameters: CostParameters) -> Decision:
     """The cheapest feasible action by the paper's cost model; ties by the order of ``Action``."""
+    return decide_by(situation, PaperPrices(situation, parameters), parameters)
+
+
+def decide_by(situation: Situation, prices: Prices, parameters: CostParameters) -> Decision:
+    """The cheapest feasible action by ``prices``; ties by the order of ``Action``."""
     expansion = _expansion(situation, parameters)
     options = (
-        _evict(situation, parameters),
-        _combined(situation, parameters, expansion),
-        _expand(situation, parameters, expansion),
-        _wait(situation, parameters, expansion),
-        _preempt(situation, parameters),
+        _evict(situation, prices),
+        _spill(situation, prices),
+        _combined(situation, prices, expansion),
+        _expand(situation, prices, expansion),
+        _wait(situation, prices, expansion),
+        _preempt(situation, prices),
     )
     feasible = [option for option in options if option.infeasible is None]
     nothing = _Option(Action.WAIT, 0.0, None)
@@ -206,22 +268,29 @@ def _evictable(s: Situation, blocks: int) -> str | None:
     )
 
 
-def _evict(s: Situation, parameters: CostParameters) -> _Option:
+def _evict(s: Situation, prices: Prices) -> _Option:
     blocks = s.needed_blocks
-    tokens = min(blocks * s.tokens_per_block, s.evictable_tokens)
-    cost = evict_cost(tokens, s.evictable_age_s, s.r_hit, parameters)
-    return _Option(Action.EVICT, cost, _evictable(s, blocks), evict_blocks=blocks)
+    return _Option(Action.EVICT, prices.evict(blocks), _evictable(s, blocks), evict_blocks=blocks)
 
 
-def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _spill(s: Situation, prices: Prices) -> _Option:
+    """Evict, and let host memory bring back what it holds: priced apart from an eviction that loses all."""
+    blocks = s.needed_blocks
+    reason = _evictable(s, blocks)
+    if not any(s.copied):
+        reason = "host memory holds no copy of them"
+    return _Option(Action.SPILL, prices.spill(blocks), reason, evict_blocks=blocks)
+
+
+def _combined(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     """Whole levels, as many as fit into the need, the bound and the reserve; the rest is evicted."""
     whole = max(0, s.needed_blocks - expansion.surplus) // s.blocks_per_level
     within = expansion.surplus + min(whole, expansion.room) * s.blocks_per_level
     take = min(s.needed_blocks, s.reserve_blocks, within)
     evict, levels = s.needed_blocks - take, expansion.levels_for(take)
-    tokens = min(evict * s.tokens_per_block, s.evictable_tokens)
-    shards = levels * s.shards_per_group
-    cost = combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, parameters)
+    cost = prices.combined(levels, evict)
+    if any(s.copied[:evict]):
+        cost = min(cost, prices.offload(levels) + prices.spill(evict))
     reason = _evictable(s, evict)
     if take == 0:
         reason = "not one whole level"
@@ -230,30 +299,30 @@ def _combined(s: Situation, parameters: CostParameters, expansion: _Expansion) -
     return _Option(Action.COMBINED, cost, reason, levels, take, evict)
 
 
-def _expand(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _expand(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     levels = expansion.levels_for(s.needed_blocks)
-    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
     bound = _bound(s, expansion)
-    return _Option(Action.EXPAND, cost, bound[1] if bound else None, levels, s.needed_blocks)
+    return _Option(
+        Action.EXPAND, prices.offload(levels), bound[1] if bound else None, levels, s.needed_blocks
+    )
 
 
-def _wait(s: Situation, parameters: CostParameters, expansion: _Expansion) -> _Option:
+def _wait(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     """The request can wait a step or two for levels that the reserve cannot give now, running or not."""
     levels = expansion.levels_for(s.needed_blocks)
-    cost = offload_cost(levels * s.shards_per_group, s.experts, parameters)
     bound = _bound(s, expansion)
     reason = None
     if bound is None:
         reason = "the reserve has enough"
     elif bound[0] is Bound.MAX_LEVEL:
         reason = bound[1]
-    return _Option(Action.WAIT, cost, reason, levels)
+    return _Option(Action.WAIT, prices.offload(levels), reason, levels)
 
 
-def _preempt(s: Situation, parameters: CostParameters) -> _Option:
+def _preempt(s: Situation, prices: Prices) -> _Option:
     reason = None
     if not s.running:
         reason = "only a running request preempts"
     elif not s.can_preempt:
         reason = "no request can be preempted now"
-    return _Option(Action.PREEMPT, preempt_cost(s.needed_blocks, s.partial_tokens, parameters), reason)
+    return _Option(Action.PREEMPT, prices.preempt(), reason)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from vamp_runtime.policy.cost import evict_cost, offload_cost
+from vamp_runtime.policy.cost import offload_cost, spill_cost
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
 
 
@@ -25,6 +26,8 @@ class RestoreSituation:
         waiting_requests: requests that wait for admission or were preempted.
         since_last_move_s: seconds since the last move in either direction was published.
         moving: a move is under way.
+        copied_blocks: those of ``cached_blocks`` that host memory holds a copy of.
+        load_block_s: seconds to copy one block from host memory.
     """
 
     level: int
@@ -39,11 +42,14 @@ class RestoreSituation:
     waiting_requests: int
     since_last_move_s: float
     moving: bool
+    copied_blocks: int = 0
+    load_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.blocks_per_level > 0 and self.shards_per_group > 0
         assert min(self.level, self.clean_blocks, self.cached_blocks, self.waiting_requests) >= 0
         assert self.cached_age_s >= 0 and 0 <= self.r_hit <= 1
+        assert 0 <= self.copied_blocks <= self.cached_blocks and self.load_block_s >= 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,28 @@ def decide_restore(
 ) -> RestoreDecision:
     """The number of levels with the largest ``saving - dead_zone * loss`` over 0; at a tie the fewest.
 
-    The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go.
+    The saving is ``C_e`` of the levels over the horizon, the loss ``C_c`` of the cached blocks that would go,
+    or what it takes to load them where host memory holds copies.
+    """
+
+    def saving(levels: int) -> float:
+        return offload_cost(levels * situation.shards_per_group, situation.experts, parameters)
+
+    def loss(blocks: int, cached: int) -> float:
+        return _loss(situation, cached, parameters)
+
+    return restore_by(situation, saving, loss, restore)
+
+
+def restore_by(
+    situation: RestoreSituation,
+    saving_s: Callable[[int], float],
+    loss_s: Callable[[int, int], float],
+    restore: RestoreParameters,
+) -> RestoreDecision:
+    """``decide_restore`` by other prices, in seconds: of levels that go back, and of blocks that go.
+
+    ``loss_s`` takes all blocks that go, and those of them that are cached.
     """
     reason = _hold(situation, restore)
     if reason is not None:
@@ -72,8 +99,7 @@ def decide_restore(
         lost = max(0, levels * situation.blocks_per_level - situation.clean_blocks)
         if lost > situation.cached_blocks:
             break
-        saving = offload_cost(levels * situation.shards_per_group, situation.experts, parameters)
-        loss = _loss(situation, lost, parameters)
+        saving, loss = saving_s(levels), loss_s(levels * situation.blocks_per_level, lost)
         gain = saving - restore.dead_zone * loss
         if gain > best_gain:
             best, best_gain = RestoreDecision(levels, saving, loss, None), gain
@@ -81,7 +107,12 @@ def decide_restore(
 
 
 def _loss(s: RestoreSituation, blocks: int, parameters: CostParameters) -> float:
-    return evict_cost(blocks * s.tokens_per_block, s.cached_age_s, s.r_hit, parameters) if blocks else 0.0
+    if not blocks:
+        return 0.0
+    # Which of the cached blocks a level takes is not known here: those without a copy count first.
+    lost = min(blocks, s.cached_blocks - s.copied_blocks)
+    rates = s.load_block_s, s.cached_age_s, s.r_hit, parameters
+    return spill_cost(blocks - lost, lost, s.tokens_per_block, *rates)
 
 
 def _hold(s: RestoreSituation, restore: RestoreParameters) -> str | None:

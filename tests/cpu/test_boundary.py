@@ -11,13 +11,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, move
+from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, PeerSuite, move
 from support.deferring import DeferringDriver
 from support.rigs import SHAPES, Rig, Shape, build_rig
 
 from vamp_kernels import ranges
 from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.boundary import MoveKind
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import Owner, OwnerKind
 from vamp_runtime.memory.move import Swap
@@ -44,6 +45,16 @@ class TestBoundaryWithCopiesPutOff(BoundarySuite):
     @pytest.fixture
     def driver(self, driver: HostDriver) -> DeferringDriver:
         return DeferringDriver(driver)
+
+
+class TestBoundaryWithPeerHomes(PeerSuite, BoundarySuite):
+    cycles = 20
+
+    @pytest.fixture
+    def driver(self) -> Iterator[DeferringDriver]:
+        driver = HostDriver(4096, dict.fromkeys(Tier, 1 << 24))
+        yield DeferringDriver(driver)
+        driver.close()
 
 
 def test_a_lost_page_is_found(driver: HostDriver) -> None:
@@ -89,10 +100,12 @@ class Moves(RuleBasedStateMachine):
         ratio=st.sampled_from([0.3, 0.7, 1.0]),
         homes=st.integers(0, 9),
         spare=st.integers(0, 1),
+        peer=st.integers(0, 6),
     )
-    def build(self, shape: Shape, ratio: float, homes: int, spare: int) -> None:
-        self.driver = HostDriver(4096)
+    def build(self, shape: Shape, ratio: float, homes: int, spare: int, peer: int) -> None:
+        self.driver = HostDriver(4096, dict.fromkeys(Tier, 1 << 24))
         shape = replace(shape, ratio=ratio, spare_homes=spare)
+        shape = replace(shape, peer_homes=min(peer, shape.slab(4096).home_slots))
         budget = homes * shape.slab(4096).group_bytes
         self.rig = build_rig(self.driver, shape, homes=budget)
         self.level = 0

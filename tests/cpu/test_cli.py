@@ -64,12 +64,19 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_offload_ratio_is_found_before_vllm_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--max-offload-ratio", "1.5", "max_offload_ratio: 1.5 is outside 0..1; try 0.25"),
+        ("--peer-hbm-gib", "-1", "peer_hbm_gib: -1.0 is not finite and 0 or more; try 0 (off)"),
+    ],
+)
+def test_a_bad_setting_is_found_before_vllm_is_looked_for(
+    option: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compat, "installed_vllm", lambda: pytest.fail("looked for vLLM"))
-    err = refused(["serve", "m", "--max-offload-ratio", "1.5"], monkeypatch, capsys)
-    assert err == "vamp: error: max_offload_ratio: 1.5 is outside 0..1; try 0.25\n"
+    err = refused(["serve", "m", option, value], monkeypatch, capsys)
+    assert err == f"vamp: error: {says}\n"
 
 
 def test_an_unsupported_vllm_is_refused_in_one_line(

@@ -15,6 +15,7 @@ from vamp_runtime.policy.cost import (
     offload_cost,
     overhead,
     preempt_cost,
+    spill_cost,
 )
 from vamp_runtime.policy.parameters import CostParameters, RestoreParameters
 
@@ -72,6 +73,22 @@ def test_overhead() -> None:
 )
 def test_evict_cost(tokens: int, age_s: float, r_hit: float, expected: float) -> None:
     assert evict_cost(tokens, age_s, r_hit, P) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("copied", "lost", "load_block_s", "expected"),
+    [
+        (25, 0, 0.004, 0.044),  # 0.4 x (25 x 0.004 + 0.01): nothing waits in the queue for the device
+        (25, 0, 0.016, 0.2),  # as long as prefilling 16 tokens: evict_cost
+        (25, 0, 1.0, 0.2),  # longer: prefilled
+        (20, 5, 0.004, 0.104),  # 0.4 x (0.08 + 0.08 + 0.1)
+        (0, 25, 0.004, 0.2),  # no copy: evict_cost of 400 tokens
+        (0, 0, 0.004, 0.04),
+        (25, 0, 0.0, 0.004),
+    ],
+)
+def test_spill_cost(copied: int, lost: int, load_block_s: float, expected: float) -> None:
+    assert spill_cost(copied, lost, 16, load_block_s, 0, 0.5, P) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ P = CostParameters(
     max_offload_ratio=0.5,
 )
 NO_OVERHEAD = replace(P, t_sched_s=0.0, t_queue_s=0.0)
+LOSING = (Action.EVICT, Action.SPILL)
 FREE = replace(NO_OVERHEAD, c_eff_s=0.0)
 
 # 16 of 32 experts may leave in groups of 2: 8 levels of 4 blocks.
@@ -67,10 +68,49 @@ def test_expand_and_every_price() -> None:
     assert costs(decision) == {
         Action.EXPAND: 0.125,  # 2 levels x 2 shards / 32
         Action.EVICT: 0.296875,  # 0.5 x (96 / 1024 + 0.5)
+        Action.SPILL: 0.296875,  # there are no copies
         Action.COMBINED: 0.328125,  # 2 / 32 + 0.5 x (32 / 1024 + 0.5)
         Action.PREEMPT: 3.046875,  # 6 x (0.5 + 8 / 1024)
         Action.WAIT: 0.125,
     }
+
+
+# Loading a block takes 1 / 128 s, prefilling its 16 tokens 1 / 64 s.
+COPIED = replace(S, copied=(True,) * 6, load_block_s=1 / 128, level=8, reserve_blocks=0, reserve_target=0)
+
+
+def test_spill_when_host_memory_holds_copies() -> None:
+    decision = decide(COPIED, P)
+    assert moves(decision) == (Action.SPILL, 0, 0, 6)
+    assert decision.cost_s == 0.1484375  # 0.5 x (6 / 128 + 0.25)
+    assert costs(decision)[Action.EVICT] == 0.296875
+
+
+def test_a_block_without_a_copy_costs_its_prefill_and_the_queue() -> None:
+    decision = decide(replace(COPIED, copied=(True,) * 5 + (False,)), P)
+    assert decision.action is Action.SPILL
+    assert decision.cost_s == 0.27734375  # 0.5 x (5 / 128 + 1 / 64 + 0.5)
+
+
+def test_a_link_slower_than_prefilling_brings_nothing() -> None:
+    decision = decide(replace(COPIED, load_block_s=1.0), P)
+    assert moves(decision) == (Action.EVICT, 0, 0, 6)
+    assert costs(decision)[Action.SPILL] == decision.cost_s == 0.296875
+
+
+def test_levels_are_not_asked_for_where_copies_bring_blocks_back_for_less() -> None:
+    situation = replace(S, copied=(True,) * 6, load_block_s=1 / 1024)
+    cheap_link = replace(P, t_sched_s=0.0)
+    assert decide(replace(situation, copied=()), cheap_link).action is Action.EXPAND
+    assert decide(situation, cheap_link).action is Action.SPILL
+
+
+def test_the_remainder_of_a_combination_may_be_copied() -> None:
+    situation = replace(S, needed_blocks=5, load_block_s=1 / 1024)
+    parameters = replace(NO_OVERHEAD, t_prefill_s=1 / 256)
+    plain = costs(decide(situation, parameters))[Action.COMBINED]
+    copied = costs(decide(replace(situation, copied=(True, False, False, False, False)), parameters))
+    assert (plain, copied[Action.COMBINED]) == (0.09375, 0.06298828125)  # 2 / 32 + 0.5 / 1024
 
 
 def test_evict_when_hits_are_rare() -> None:
@@ -105,7 +145,7 @@ def test_wait_for_levels_that_the_reserve_cannot_give(running: bool) -> None:
 def test_wait_where_nothing_is_possible() -> None:
     decision = decide(replace(S, evictable_blocks=0, reserve_blocks=0, level=8, can_preempt=False), P)
     assert moves(decision) == (Action.WAIT, 0, 0, 0)
-    assert len(decision.rejected) == 4 and all(r.infeasible for r in decision.rejected)
+    assert len(decision.rejected) == 5 and all(r.infeasible for r in decision.rejected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +239,8 @@ def test_tokens_are_never_more_than_the_candidate_holds() -> None:
 
 def test_describe_is_one_line_with_every_cost() -> None:
     assert describe(decide(S, P)) == (
-        "expand at 0.125 s, levels 2, take 6; rejected: evict 0.296875 s, combined 0.328125 s, "
+        "expand at 0.125 s, levels 2, take 6; rejected: evict 0.296875 s, "
+        "spill 0.296875 s (host memory holds no copy of them), combined 0.328125 s, "
         "wait 0.125 s (the reserve has enough), preempt 3.04688 s"
     )
     assert "bound by reserve" in describe(decide(replace(S, reserve_blocks=5), P))
@@ -210,7 +251,7 @@ def dyadic(high: int, denominator: int) -> st.SearchStrategy[float]:
     return st.integers(0, high).map(lambda n: n / denominator)
 
 
-situations = st.builds(
+plain_situations = st.builds(
     Situation,
     needed_blocks=st.integers(1, 60),
     evictable_blocks=st.integers(0, 60),
@@ -229,6 +270,12 @@ situations = st.builds(
     partial_tokens=st.integers(0, 16),
     can_preempt=st.booleans(),
     running=st.booleans(),
+)
+copies = st.tuples(st.lists(st.booleans(), max_size=60), dyadic(64, 1024))
+situations = st.tuples(plain_situations, copies).map(
+    lambda drawn: replace(
+        drawn[0], copied=tuple(drawn[1][0][: drawn[0].needed_blocks]), load_block_s=drawn[1][1]
+    )
 )
 parameter_sets = st.builds(
     CostParameters,
@@ -260,7 +307,7 @@ def test_nothing_is_given_that_is_not_there(situation: Situation, parameters: Co
     assert decision.levels == 0 or situation.level + decision.levels <= bound
     assert decision.take_blocks <= situation.reserve_blocks
     assert decision.evict_blocks <= situation.evictable_blocks
-    if decision.action in (Action.EXPAND, Action.EVICT, Action.COMBINED):
+    if decision.action in (Action.EXPAND, Action.EVICT, Action.SPILL, Action.COMBINED):
         assert decision.take_blocks + decision.evict_blocks == situation.needed_blocks
     # At the bound the reserve is not refilled; below it every block taken or promised is covered by a level.
     # What the reserve lacked before is not this decision's to make up.
@@ -275,8 +322,8 @@ def test_more_hits_never_turn_to_eviction(
     situation: Situation, parameters: CostParameters, r_hit: float
 ) -> None:
     low, high = sorted((situation.r_hit, r_hit))
-    if decide(replace(situation, r_hit=low), parameters).action is not Action.EVICT:
-        assert decide(replace(situation, r_hit=high), parameters).action is not Action.EVICT
+    if decide(replace(situation, r_hit=low), parameters).action not in LOSING:
+        assert decide(replace(situation, r_hit=high), parameters).action not in LOSING
 
 
 @given(situations, parameter_sets, dyadic(64, 1024))
@@ -284,5 +331,16 @@ def test_dearer_experts_never_turn_from_eviction(
     situation: Situation, parameters: CostParameters, c_eff_s: float
 ) -> None:
     low, high = sorted((parameters.c_eff_s, c_eff_s))
-    if decide(situation, replace(parameters, c_eff_s=low)).action is Action.EVICT:
-        assert decide(situation, replace(parameters, c_eff_s=high)).action is Action.EVICT
+    if decide(situation, replace(parameters, c_eff_s=low)).action in LOSING:
+        assert decide(situation, replace(parameters, c_eff_s=high)).action in LOSING
+
+
+@given(plain_situations, parameter_sets, dyadic(64, 1024), st.data())
+def test_copies_make_eviction_cheaper_and_nothing_dearer(
+    situation: Situation, parameters: CostParameters, load_block_s: float, data: st.DataObject
+) -> None:
+    copied = data.draw(st.lists(st.booleans(), max_size=situation.needed_blocks))
+    hosted = replace(situation, copied=tuple(copied), load_block_s=load_block_s)
+    before, after = costs(decide(situation, parameters)), costs(decide(hosted, parameters))
+    assert all(after[action] <= before[action] for action in Action)
+    assert after[Action.EVICT] == before[Action.EVICT]

@@ -23,6 +23,7 @@ from vamp_integration.doctor.probe_gpu import probe_gpu
 from vamp_profiles import load_hardware
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.host_memory import CgroupLimit, HostMemory, Room
+from vamp_runtime.memory.peer import Peer
 
 GIB = 1 << 30
 H200 = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 138 * GIB, True, True, 1, 2 << 20, "", 52e9)
@@ -148,6 +149,29 @@ def test_a_gpu_beside_the_cpu_distribution_and_a_cpu_without_avx2() -> None:
     assert worst(alone) == []
 
 
+@pytest.mark.parametrize(
+    ("peers", "asked", "status", "says"),
+    [
+        ((Peer(1, 0), Peer(2, 0)), 0.0, "ok", "GPU 1, GPU 2 in reach: peer_hbm_gib can use its HBM"),
+        ((Peer(1, 0), Peer(2, 4 * GIB)), 4.0, "ok", "GPU 2 in reach has room for 4 GiB"),
+        (
+            (Peer(1, 3 * GIB),),
+            4.0,
+            "problem",
+            "4 needs 4.00 GiB of another GPU's HBM, and GPU 1 has 3.00 GiB",
+        ),
+        ((), 4.0, "problem", "4 needs another GPU, and none is visible and in reach"),
+    ],
+)
+def test_a_peer_is_named_and_missed_where_it_is_asked_for(
+    peers: tuple[Peer, ...], asked: float, status: str, says: str
+) -> None:
+    facts = replace(GPU_BOX, gpu=replace(H200, peers=peers))
+    found = [each for each in diagnose(facts, load_hardware("h200"), None, asked) if each.check == "peer"]
+    assert [each.status for each in found] == [status] and says in found[0].text
+    assert bool(found[0].remedy) is (status == "problem")
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     simulated = SimulatedCuda()
@@ -157,7 +181,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
 
 
 def test_a_gpu_is_described_tried_and_left_as_it_was(cuda: SimulatedCuda) -> None:
-    gpu, version = probe_gpu(0, copy_bytes=4 * GRANULARITY)
+    gpu, version = probe_gpu(0, copy_bytes=4 * GRANULARITY, peer_bytes=GRANULARITY)
+    assert gpu.peers == (Peer(1, GRANULARITY),)
     assert version == (13, 2) and gpu.name == "Simulated" and gpu.trial == ""
     assert (gpu.free, gpu.total, gpu.granularity) == (12 * GRANULARITY, 16 * GRANULARITY, GRANULARITY)
     assert gpu.host_to_device is not None and gpu.host_to_device > 0
@@ -209,7 +234,7 @@ def test_this_machine_can_be_probed() -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, facts: Facts, *argv: str) -> int:
-    monkeypatch.setattr(command, "probe", lambda device, environment: facts)
+    monkeypatch.setattr(command, "probe", lambda device, environment, peer_bytes: facts)
     monkeypatch.setattr(sys, "argv", ["vamp", "doctor", *argv])
     with pytest.raises(SystemExit) as caught:
         main()

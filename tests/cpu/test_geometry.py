@@ -39,6 +39,18 @@ def test_short_last_group_is_padded_and_stays() -> None:
     assert (geometry.max_level, geometry.slots) == (2, 28)
 
 
+@pytest.mark.parametrize(
+    ("gib", "homes"), [(0, 0), (0.14, 0), (0.141, 1), (3.0, 21), (7.2, 51), (7.25, 51), (100, 51)]
+)
+def test_a_peer_holds_as_many_homes_of_every_layer_as_fit(gib: float, homes: int) -> None:
+    geometry = SlabGeometry.plan(24, 512, (6 * MIB,), 2 * MIB, 0.1, peer_bytes=int(gib * 2**30))
+    assert (geometry.max_level, geometry.peer_homes, geometry.host_homes) == (51, homes, 51 - homes)
+    assert geometry.peer_home_bytes == homes * 24 * 6 * MIB <= max(gib * 2**30, 0)
+    assert geometry.peer_home_bytes + geometry.host_home_bytes == 51 * 24 * 6 * MIB
+    assert geometry.host_slot_base == geometry.home_slot_base + homes
+    assert geometry.slots == geometry.host_slot_base + geometry.host_homes
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.01, math.nan])
 def test_ratio_outside_0_to_1_is_an_error(ratio: float) -> None:
     with pytest.raises(ConfigError, match=f"max_offload_ratio={ratio}: .* 0.15 would work"):

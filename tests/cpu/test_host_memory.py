@@ -129,6 +129,21 @@ def test_homes_of_every_rank_have_to_fit() -> None:
     check_homes(VampSettings(max_offload_ratio=0.2), fitting, 2, tight, no_trial)
 
 
+def test_homes_have_to_fit_beside_kv_offloading() -> None:
+    settings = VampSettings()
+    host = HostMemory(total=64 * GIB, available=40 * GIB, cgroup=CgroupLimit("/memory.max", 32 * GIB, 0))
+    check_homes(settings, GEOMETRY, 1, host, no_trial, beside=14 * GIB)
+    with pytest.raises(ConfigError) as caught:
+        check_homes(settings, GEOMETRY, 1, host, no_trial, beside=20 * GIB)
+    assert str(caught.value) == (
+        "max_offload_ratio: 0.25 needs 18.00 GiB of host memory for home pages beside 20.00 GiB of KV "
+        "offloading, and the limit of 32.0 GiB in /memory.max leaves 32.00 GiB; use 0.16, a smaller "
+        "--kv-offloading-size, or give the host more"
+    )
+    none = SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, 0.0)
+    check_homes(VampSettings(max_offload_ratio=0.0), none, 1, host, no_trial, beside=50 * GIB)
+
+
 def test_nothing_is_asked_of_a_host_without_homes() -> None:
     none = SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, 0.0)
     empty = HostMemory(total=0, available=0, cgroup=CgroupLimit("/memory.max", 0, 0))

@@ -40,7 +40,7 @@ def refusal(path: Path, text: str, load: Loader = load_policy) -> str:
 def test_what_ships() -> None:
     assert shipped("hardware") == ("cpu", "h200")
     assert shipped("model") == ("qwen3-next-80b-a3b", "tiny-qwen3-next")
-    assert shipped("policy") == ("cpu", "paper")
+    assert shipped("policy") == ("cpu", "measured", "paper")
 
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED)
@@ -69,7 +69,9 @@ def test_optional_quantities_may_be_left_out() -> None:
 
 
 def test_unknown_name_lists_what_ships() -> None:
-    with pytest.raises(ProfileError, match=r"^policy profile 'fast': not shipped; use one of cpu, paper,"):
+    with pytest.raises(
+        ProfileError, match=r"^policy profile 'fast': not shipped; use one of cpu, measured, paper,"
+    ):
         load_policy("fast")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rigs import DENSE, RECORDS, Rig, Shape, build_rig
 
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.region import RegionCopies, StagedRegion, buffer_groups, plan_region
 
@@ -52,11 +54,14 @@ def take_a_step(rig: Rig, copies: RegionCopies, regions: list[StagedRegion]) -> 
 @settings(max_examples=30, deadline=None)
 @given(
     shape=st.sampled_from([ROOMY, TIGHT, PARTS]),
+    peer=st.integers(0, 4),
     moves=st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(0, 1 << 16)), max_size=6),
 )
-def test_every_step_reads_this_layers_experts(shape: Shape, moves: list[tuple[bool, int, int]]) -> None:
-    driver = HostDriver(4096)
-    rig = build_rig(driver, shape)
+def test_every_step_reads_this_layers_experts(
+    shape: Shape, peer: int, moves: list[tuple[bool, int, int]]
+) -> None:
+    driver = HostDriver(4096, dict.fromkeys(Tier, 1 << 24))
+    rig = build_rig(driver, replace(shape, peer_homes=peer))
     geometry, slab = rig.geometry, rig.slab
     copies = RegionCopies(slab, driver, CPU)
     for offload, levels, seed in [(True, 1, 0), *moves]:
@@ -74,7 +79,8 @@ def test_every_step_reads_this_layers_experts(shape: Shape, moves: list[tuple[bo
             assert take_a_step(rig, copies, regions) == sum(len(region.slots) for region in regions)
             rig.check()
         for layer, region in enumerate(regions):
-            hosted = {expert for group in slab.out(layer) for expert in slab.experts_of(layer, group)}
+            on_host = {group for group in slab.out(layer) if (slab.home_of(layer, group) or 0) >= peer}
+            hosted = {expert for group in on_host for expert in slab.experts_of(layer, group)}
             assert len(region.slots) + region.left == len(hosted) and hosted.issuperset(region.slots)
             assert len(region.slots) == min(len(hosted), buffer_groups(slab) * geometry.group)
             assert len(set(region.slots.values())) == len(region.slots)

@@ -69,6 +69,17 @@ def test_old_blocks_are_worth_less() -> None:
     assert decide_restore(replace(S, r_hit=1.0, cached_age_s=math.inf), P, R).levels == 3
 
 
+def test_blocks_with_copies_are_worth_their_load() -> None:
+    """At r_hit 1 a level of 4 cached blocks loses 1/16 s, as much as it saves; with copies 4/1024 s."""
+    dear = replace(S, r_hit=1.0, cached_blocks=12, load_block_s=1 / 1024)
+    assert decide_restore(dear, P, R).levels == 0
+    decision = decide_restore(replace(dear, copied_blocks=12), P, R)
+    assert (decision.levels, decision.loss_s) == (3, 0.01171875)
+    # Those without a copy count first: all of the first level, none of the others.
+    decision = decide_restore(replace(dear, copied_blocks=8), P, R)
+    assert (decision.levels, decision.loss_s) == (3, 0.0703125)
+
+
 def test_only_free_blocks_can_go() -> None:
     assert decide_restore(replace(S, cached_blocks=8), P, R).levels == 2
 
@@ -104,6 +115,7 @@ def test_why_not(change: dict[str, float], reason: str) -> None:
         waiting_requests=st.integers(0, 1),
         since_last_move_s=st.floats(0, 20),
         moving=st.booleans(),
+        load_block_s=st.floats(0, 1),
     ),
     st.floats(1, 4),
 )

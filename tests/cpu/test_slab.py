@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from support.rigs import DENSE, RECORDS, SHAPES, Rig, Shape, build_rig
 from vamp_runtime.errors import ConfigError, DriverError, IntegrityError
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.geometry import SlabGeometry
-from vamp_runtime.memory.homes import HomeSlots
+from vamp_runtime.memory.homes import HomeCopies, HomeSlots
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
 from vamp_runtime.memory.records import staging_owner
@@ -26,6 +27,13 @@ PAGE = 4096
 @pytest.fixture
 def driver() -> Iterator[HostDriver]:
     driver = HostDriver(PAGE)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def peer_driver() -> Iterator[HostDriver]:
+    driver = HostDriver(PAGE, dict.fromkeys(Tier, 1 << 24))
     yield driver
     driver.close()
 
@@ -232,24 +240,139 @@ def test_homes_of_leaving_groups_are_kept(rig: Rig) -> None:
 
 @given(
     st.integers(0, 5),
+    st.integers(0, 5),
     st.lists(st.tuples(st.permutations(range(8)), st.sets(st.integers(0, 7)), st.integers(0, 5))),
 )
 @settings(deadline=None)
-def test_home_plans_keep_what_is_wanted(slots: int, walk: list[tuple[list[int], set[int], int]]) -> None:
-    homes = HomeSlots(slots)
+def test_home_plans_keep_what_is_wanted(
+    slots: int, peer: int, walk: list[tuple[list[int], set[int], int]]
+) -> None:
+    homes = HomeSlots(slots, min(slots, peer))
     for order, chosen, budget in walk:
         pinned = {group for group in chosen if homes.slot_of(group) is not None}
         wanted = [group for group in order if group not in pinned][: slots - len(pinned)]
         held = {group: homes.slot_of(group) for group in {*wanted, *pinned}}
         plan = homes.plan(wanted, pinned)
-        assert [group for _, group, _ in plan] == [group for group in wanted if held[group] is None]
-        assert all(wanted[rank] == group for rank, group, _ in plan)
-        for _, group, slot in plan[:budget]:
-            homes.empty(slot)
-            homes.fill(slot, group)
-            held[group] = slot
+        first = [job.copies[0][0] for job in plan if not job.exchange]
+        assert first == [group for group in wanted if held[group] is None]
+        places = [slot for job in plan for _, slot in job.copies]
+        assert len(set(places)) == len(places) and not {homes.slot_of(group) for group in pinned} & {*places}
+        assert all(wanted[job.rank] in {group for group, _ in job.copies} for job in plan)
+        for job in plan[:budget]:
+            make(homes, job)
+            held |= dict(job.copies)
         homes.check_integrity()
         assert {group: homes.slot_of(group) for group in held} == held
+
+
+def make(homes: HomeSlots, job: HomeCopies) -> None:
+    homes.begin(job)
+    for group, slot in job.copies:
+        homes.fill(slot, group)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(0, 6),
+    st.lists(st.tuples(st.permutations(range(9)), st.sets(st.integers(0, 8))), min_size=1),
+)
+@settings(deadline=None)
+def test_the_warmest_of_the_wanted_groups_settle_in_the_peer(
+    slots: int, peer: int, walk: list[tuple[list[int], set[int]]]
+) -> None:
+    homes = HomeSlots(slots, min(slots, peer))
+    for order, chosen in walk:
+        pinned = {group for group in chosen if homes.slot_of(group) is not None}
+        wanted = [group for group in order if group not in pinned][: slots - len(pinned)]
+        for _ in range(3):
+            for job in homes.plan(wanted, pinned):
+                make(homes, job)
+        assert homes.plan(wanted, pinned) == []
+        taken = sum(homes.in_peer(group) for group in pinned)
+        warm = wanted[len(wanted) - min(len(wanted), min(slots, peer) - taken) :]
+        assert [group for group in wanted if homes.in_peer(group)] == warm
+
+
+def test_homes_change_places_when_the_coldness_does(peer_driver: HostDriver) -> None:
+    rig = build_rig(peer_driver, replace(DENSE, peer_homes=2))
+    slab, size, layers = rig.slab, rig.geometry.group_bytes, range(rig.geometry.layers)
+
+    def in_peer() -> list[set[int]]:
+        return [{g for g in range(6) if slab.home_of(layer, g) in (0, 1)} for layer in layers]
+
+    assert [slab.ready(layer, 9) for layer in layers] == [[5, 4, 3]] * 2 and in_peer() == [{4, 3}] * 2
+    for layer in layers:
+        slab.set_coldness(layer, [3, 4, 5, 2, 1, 0])
+    assert slab.refresh_homes(size) == 0, "half an exchange would leave a group without a home"
+    assert slab.refresh_homes(3 * size) == 2 * size and in_peer() == [{4, 5}, {4, 3}]
+    assert slab.refresh_homes(1 << 40) == 2 * size and in_peer() == [{4, 5}] * 2
+    rig.check()
+    rig.moved(rig.boundary.offload(2))
+    assert [slab.out(layer) for layer in layers] == [(3, 4)] * 2
+    assert [slab.hosted(layer) for layer in layers] == [{3}] * 2
+    rig.moved(rig.boundary.restore(2))
+    assert not any(slab.hosted(layer) for layer in layers)
+
+
+def test_a_refused_exchange_of_homes_is_made_up_for(peer_driver: HostDriver) -> None:
+    faulty = FaultyDriver(peer_driver, calls={"copy", "synchronize"})
+    for k in range(1, 100):
+        rig = build_rig(faulty, replace(DENSE, peer_homes=2))
+        for layer in range(rig.geometry.layers):
+            rig.slab.set_coldness(layer, [3, 4, 5, 2, 1, 0])
+        faulty.arm(k)
+        try:
+            rig.slab.refresh_homes(1 << 40)
+            break
+        except DriverError:
+            faulty.arm(0)
+        rig.check()
+        assert sum(len(rig.slab.ready(layer, 9)) for layer in range(rig.geometry.layers)) < 6
+        for _ in range(2):
+            rig.slab.refresh_homes(1 << 40)
+        assert [{g for g in range(6) if rig.slab.home_of(la, g) in (0, 1)} for la in (0, 1)] == [{4, 5}] * 2
+        rig.moved(rig.boundary.offload(3))
+        rig.close()
+    assert k == 2 * 2 * rig.geometry.parts + 2, "every copy and the wait for them was refused once"
+
+
+def test_homes_lie_where_the_geometry_says(peer_driver: HostDriver) -> None:
+    rig = build_rig(peer_driver, replace(RECORDS, peer_homes=1))
+    geometry, space = rig.geometry, peer_driver._space
+    pages = rig.geometry.pages_per_level
+    assert rig.ledger.count(OwnerKind.HOME, Tier.PEER) == pages == rig.ledger.total(Tier.PEER)
+    assert rig.ledger.count(OwnerKind.HOME, Tier.HOST) == 2 * pages == rig.ledger.total(Tier.HOST)
+    for slot in range(geometry.slots):
+        expected = Tier.HBM if slot < geometry.home_slot_base else Tier.PEER
+        expected = Tier.HOST if slot >= geometry.host_slot_base else expected
+        assert space.tier_at(rig.slab.address(1, 0, slot)) is expected
+    rig.moved(rig.boundary.offload(3))
+    behind = [space.tier_at(rig.slab.address(0, 0, group * geometry.group)) for group in range(4)]
+    assert behind == [Tier.HBM, Tier.PEER, Tier.HOST, Tier.HOST], "the warmest that may leave is in the peer"
+
+
+def test_no_peer_room_is_an_error_that_knows_a_way() -> None:
+    geometry = replace(RECORDS, peer_homes=2).slab(PAGE)
+    room = {Tier.HBM: 1 << 30, Tier.HOST: 1 << 30, Tier.PEER: 3 * geometry.page_bytes}
+    driver = HostDriver(PAGE, room)
+    ledger = PageLedger(geometry.page_bytes)
+    with pytest.raises(ConfigError, match=r"^peer_hbm_gib: homes need 49152 bytes .* and 36864 could"):
+        ExpertSlab(driver, ledger, geometry)
+    assert driver.usage() == EMPTY and not any(ledger.total(tier) for tier in Tier)
+    driver.close()
+    driver = HostDriver(PAGE)
+    with pytest.raises(ConfigError, match=r"^peer_hbm_gib: this driver has no peer; 0 would work"):
+        ExpertSlab(driver, PageLedger(geometry.page_bytes), geometry)
+    driver.close()
+
+
+def test_without_homes_on_the_host_no_host_memory_is_needed() -> None:
+    geometry = replace(RECORDS, peer_homes=3).slab(PAGE)
+    driver = HostDriver(PAGE, {Tier.HBM: 1 << 24, Tier.PEER: 1 << 24})
+    rig = build_rig(driver, replace(RECORDS, peer_homes=3))
+    rig.moved(rig.boundary.offload(3))
+    assert geometry.host_homes == 0 and not rig.slab.hosted(0)
+    driver.close()
 
 
 def test_a_lazy_slab_backs_layer_by_layer() -> None:

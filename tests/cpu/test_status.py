@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from vamp_integration.cli.main import main
+from vamp_integration.cli.status import rows
 from vamp_integration.metrics import METRICS
 from vamp_integration.server_figures import exported, metrics_url, parse
 
@@ -97,6 +98,15 @@ def test_the_table_says_what_the_page_says(
         "offload 3; failed 0",
     ):
         assert text in out, out
+
+
+def test_homes_in_a_peer_have_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not [name for name, _ in rows(parse(page())) if name == "peer reads"]
+    values = VALUES | {("home_pages", "peer"): 32, ("moe_peer_read_bytes", ""): 5 << 20}
+    (text,) = [value for name, value in rows(parse(page(values))) if name == "peer reads"]
+    assert text == "5.0 MiB by MoE layers (estimated); 2.0 MiB of homes there"
 
 
 def test_json_has_every_metric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from support.faulty import CALLS, FaultyDriver
-from support.rigs import RECORDS, SHAPES, Rig, Shape, build_rig
+from support.rigs import PEER_SHAPES, RECORDS, SHAPES, Rig, Shape, build_rig
 from vamp_runtime.errors import DriverError, IntegrityError, StateLost
 from vamp_runtime.memory.agreement import Vote
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind
@@ -76,6 +76,15 @@ class RigSuite:
     @pytest.fixture
     def rig(self, driver: MemoryDriver, shape: Shape) -> Rig:
         return build_rig(driver, shape)
+
+
+class PeerSuite(RigSuite):
+    """A ``RigSuite`` whose homes lie in a peer and on the host; mixed in before the suite to run."""
+
+    @pytest.fixture(params=PEER_SHAPES, ids=lambda shape: shape.name)
+    def shape(self, request: pytest.FixtureRequest) -> Shape:
+        found: Shape = request.param
+        return found
 
 
 # Moves that must be refused, and a word of the reason. A rig at level 1 of 3, half of its blocks claimed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vamp_runtime.memory.agreement import Agreement, SoleRank
 from vamp_runtime.memory.boundary import Boundary, Outcome
@@ -30,12 +30,14 @@ class Shape:
     pages: int = 8
     staging: int = 0
     spare_homes: int = 0
+    peer_homes: int = 0
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
-        return SlabGeometry.plan(
+        geometry = SlabGeometry.plan(
             self.layers, self.experts, parts, granularity, self.ratio, self.staging, self.spare_homes
         )
+        return replace(geometry, peer_homes=self.peer_homes)
 
     def kv(self, slab: SlabGeometry) -> KVGeometry:
         """Room for all levels; a block is 3/5 of a page, so that blocks and pages end apart."""
@@ -49,6 +51,12 @@ RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, position
 # Dense w13 and w2, a group of three pages for each expert; a KV tail for each of three positions.
 DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
 SHAPES = (RECORDS, DENSE)
+# The same with homes in a peer: of some groups, and of all.
+PEER_SHAPES = (
+    replace(RECORDS, name="records, peer", peer_homes=1),
+    replace(DENSE, name="dense, peer", peer_homes=2),
+    replace(RECORDS, name="records, all in peer", peer_homes=3),
+)
 
 
 @dataclass(frozen=True)

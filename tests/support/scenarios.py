@@ -167,12 +167,15 @@ def exercised(
     for prompt in prompts(seed, count, length):
         results += rig.generate([prompt], max_tokens)
         rig.check()
-    hits = rig.worker._memory.hits.tolist()
+    memory = rig.worker._memory
     return {
         "results": results,
         "initial": initial,
         "highest_id": rig.highest_id,
-        "hits": hits,
+        "hits": memory.hits.tolist(),
+        "peer_homes": memory.slab.geometry.peer_homes,
+        "host_homes": memory.slab.geometry.host_homes,
+        "tier_bytes": {tier.value: size for tier, size in memory.driver.usage().tier_bytes.items()},
         **rig.report(),
     }
 
@@ -440,16 +443,16 @@ def faulty(
 
 def _faulty_drivers() -> list[FaultyDriver]:
     """From now on the worker's host drivers are wrapped; the list fills as they are made."""
-    from vamp_integration import placement
+    from vamp_integration import memory_driver
 
     made: list[FaultyDriver] = []
-    original = placement.HostDriver
+    original = memory_driver.HostDriver
 
     def make(*args: Any, **kwargs: Any) -> FaultyDriver:
         made.append(FaultyDriver(original(*args, **kwargs)))
         return made[-1]
 
-    placement.HostDriver = make  # type: ignore[misc, assignment]
+    memory_driver.HostDriver = make  # type: ignore[misc, assignment]
     return made
 
 
@@ -649,7 +652,7 @@ def two_ranks(model: str, fault: str) -> Any:
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from vamp_integration import arbiter, placement, worker
+    from vamp_integration import arbiter, memory_driver, worker
     from vamp_runtime.errors import StateLost
 
     # Forked ranks have what is replaced here; the CPU platform would spawn them.
@@ -664,8 +667,8 @@ def two_ranks(model: str, fault: str) -> Any:
         return {"results": oracle(model, [work], **options)["works"][0]}
     arbiter.RETRY_S = 0.0
     if fault == "driver and memory":
-        host = placement.HostDriver
-        placement.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
+        host = memory_driver.HostDriver
+        memory_driver.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
         available = CPUWorker.determine_available_memory
 
         def less_on_rank_one(self: Any) -> int:
@@ -750,3 +753,58 @@ def exported(model: str, kv_mib: int = 8, max_tokens: int = 100, **options: Any)
     ]
     pages = {kind.value: rig.worker._memory.ledger.count(kind) for kind in OwnerKind}
     return {"samples": samples, "counted": pages, **rig.report()}
+
+
+def host_copies(
+    model: str,
+    seed: int,
+    count: int,
+    length: int,
+    turns: int,
+    kv_mib: int,
+    host_mib: int,
+    most: int | None = None,
+    late: bool = True,
+    policy: str = EAGER,
+    reserve: int = 1,
+    **options: Any,
+) -> Any:
+    """Sessions that take turns, with KV offloading to host.
+
+    After every turn the tail goes back as soon as it can, while blocks in it are still being copied. ``most``
+    is the highest level to ask for; ``late`` copies are made as late as they may (``support.late_copies``).
+    With a ``reserve`` the first tail that goes back stays mapped as the new reserve; without one it is gone.
+    """
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host_mib * MIB}
+    if late:
+        extra |= {"spec_name": "LateSpec", "spec_module_path": "support.late_copies"}
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "policy": policy, "restore": False, "reserve_levels": reserve},
+        kv_cache_memory_bytes=kv_mib * MIB,
+        kv_transfer_config=connector,
+        **{"max_model_len": 1024, **options},
+    )
+    controller, shrinker = rig.scheduler.arbiter.controller, rig.scheduler.shrinker
+    controller.limit = most
+    results, restored = [], 0
+    for _ in range(turns):
+        for session in prompts(seed, count, length):
+            results += rig.generate([session], 4)
+            if controller.level and not controller.moving and rig.scheduler.arbiter.pool.cordon_limit is None:
+                restored += shrinker.restore(1)
+            rig.settle()
+            rig.check()
+    transfers = rig.scheduler.arbiter.host_kv.transfers
+    return {
+        "results": results,
+        "restored": restored,
+        "loaded_blocks": transfers.loaded_blocks,
+        "left": transfers.blocks,
+        **rig.report(),
+    }

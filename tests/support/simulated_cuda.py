@@ -44,6 +44,7 @@ class SimulatedCuda:
         zeros: device attributes that read 0.
         log: names of the calls, in order.
         ready: whether events have passed.
+        gpus: how many are visible, the first two at most; joined: whether they reach each other.
     """
 
     CUresult = CUresult
@@ -69,6 +70,8 @@ class SimulatedCuda:
         self.zeros: set[str] = set()
         self.log: list[str] = []
         self.ready = True
+        self.gpus = 2
+        self.joined = True
         self.depth = 0  # contexts pushed
         self.retained = 0
         self.events = 0
@@ -111,14 +114,17 @@ class SimulatedCuda:
     def _cuMemGetInfo(self) -> tuple[int, int]:
         return (12 * GRANULARITY, 16 * GRANULARITY)
 
+    def _cuDeviceGetCount(self) -> int:
+        return self.gpus
+
     def _cuDeviceGet(self, ordinal: int) -> Any:
-        return ordinal if ordinal in (0, 1) else CUresult.CUDA_ERROR_INVALID_DEVICE
+        return ordinal if ordinal in range(self.gpus) else CUresult.CUDA_ERROR_INVALID_DEVICE
 
     def _cuDeviceGetAttribute(self, attribute: Any, device: int) -> int:
         return 0 if attribute.name in self.zeros else 1
 
     def _cuDeviceCanAccessPeer(self, device: int, peer: int) -> int:
-        return int(device != peer)
+        return int(device != peer and self.joined)
 
     def _cuDevicePrimaryCtxRetain(self, device: int) -> object:
         self.retained += 1

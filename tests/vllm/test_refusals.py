@@ -82,10 +82,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
             "--kv-transfer-config kv_connector",
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         ),
-        (
-            "--kv-transfer-config kv_connector",
-            {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
-        ),
         ("--attention-backend", {"attention_backend": "FLEX_ATTENTION"}),
         (
             "--attention-backend",
@@ -101,11 +97,12 @@ def test_an_option_is_refused(moe_model: str, setting: str, options: dict[str, A
     assert_refused(caught, setting)
 
 
-def test_offloading_connector_is_accepted_where_blocks_stay(moe_model: str) -> None:
+@pytest.mark.parametrize("restore", [True, False])
+def test_offloading_connector_is_accepted(moe_model: str, restore: bool) -> None:
     build(
         moe_model,
         kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-        additional_config={"vamp": {"model": "tiny-qwen3-next", "restore": False}},
+        additional_config={"vamp": {"model": "tiny-qwen3-next", "restore": restore}},
     )
 
 

@@ -1,0 +1,264 @@
+"""The measured policy at vLLM's objects: prefixes at rest by their blocks, victims, admission order.
+
+Everything it knows lies in ``vamp_runtime.policy.measurements``; this file reads vLLM's requests, blocks and
+groups for it. For the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.request import RequestStatus
+
+from vamp_integration import settings
+from vamp_integration.cold_reads import LevelCounts
+from vamp_integration.costs import Costs, model_profile
+from vamp_integration.plan import hardware_profile
+from vamp_integration.pool import VampBlockPool
+from vamp_runtime.controller import Capacity
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.policy.chains import Layout, Part
+from vamp_runtime.policy.decide import Decision, Situation, decide_by
+from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
+from vamp_runtime.policy.measurements import Link, MeasuredPrices, Measurements
+from vamp_runtime.policy.reads import LevelReads
+from vamp_runtime.policy.restore import RestoreDecision, RestoreSituation, restore_by
+from vamp_runtime.policy.reuse import ReuseTimes
+
+# Seconds between two looks at the waiting requests, and at the level to aim at.
+ORDER_EVERY_S = 0.05
+AIM_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the policy knows of the engine from its configuration.
+
+    Attributes:
+        layout: of the KV cache groups.
+        top_k: experts that a token is routed to.
+        bandwidth: bytes/s at which a kernel reads host memory.
+        layers: of the model; its prefill time is spread over them.
+        staged: large steps bring experts to HBM while layers compute.
+    """
+
+    layout: Layout
+    top_k: int
+    bandwidth: float
+    layers: int
+    staged: bool
+
+
+def cache_layout(config: KVCacheConfig, block_tokens: int) -> Layout:
+    """The groups that prefixes are made of; ``ConfigError`` where they are of another kind or size."""
+    attention, state = set[int](), set[int]()
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))
+        if spec.block_size != block_tokens or not isinstance(spec, FullAttentionSpec | MambaSpec):
+            raise ConfigError(
+                f"policy: measured knows full attention and recurrent state in blocks of one size, not "
+                f"{type(spec).__name__} in blocks of {spec.block_size} tokens; use policy = paper"
+            )
+        (state if isinstance(spec, MambaSpec) else attention).add(index)
+    return Layout(block_tokens, frozenset(attention), frozenset(state))
+
+
+def engine_facts(vllm_config: Any, config: KVCacheConfig, block_tokens: int) -> EngineFacts:
+    """The facts of a live engine; ``ConfigError`` where the policy does not know its KV cache."""
+    chosen, device = settings.of(vllm_config), vllm_config.device_config.device_type
+    assert chosen is not None
+    hf_config = vllm_config.model_config.hf_text_config
+    model = model_profile(chosen, hf_config, on_cpu=device == "cpu")
+    return EngineFacts(
+        layout=cache_layout(config, block_tokens),
+        top_k=model.top_k.value,
+        bandwidth=hardware_profile(chosen, device).host_read_bandwidth.value,
+        layers=hf_config.num_hidden_layers,
+        staged=chosen.staging != "off" and device != "cpu",
+    )
+
+
+class Measured:
+    """One engine's measurements.
+
+    Args:
+        parameters: of the policy profile, ``costs.measured``.
+        host_holds: whether host memory holds the cached content of a block too.
+        load_block_s: seconds to copy one block from there.
+    """
+
+    def __init__(
+        self,
+        parameters: MeasuredParameters,
+        costs: Costs,
+        pool: VampBlockPool,
+        facts: EngineFacts,
+        host_holds: Callable[[KVCacheBlock], bool],
+        load_block_s: float,
+    ) -> None:
+        policy = costs.policy
+        self._host_holds = host_holds
+        assert policy.reuse_prior_events is not None and policy.reuse_half_life is not None
+        self.pool, self.facts, self.costs, self.parameters = pool, facts, costs, parameters
+        times = ReuseTimes(
+            prior=policy.hit_rate_prior.value,
+            prior_events=policy.reuse_prior_events.value,
+            tau_s=policy.tau.value,
+            half_life=policy.reuse_half_life.value,
+        )
+        self.measurements = Measurements(
+            parameters,
+            costs.parameters,
+            facts.layout,
+            times,
+            policy.hit_rate_window.value,
+            load_block_s,
+        )
+        self._hashes_per_block = facts.layout.block_tokens // pool.hash_block_size
+        self._ordered_at = self._aimed_at = -math.inf
+
+    def announce(self, capacity: Capacity) -> None:
+        """What the experts can give, once the ranks have said it."""
+        reads = LevelReads(
+            experts=capacity.experts,
+            group=capacity.group,
+            max_level=capacity.max_level,
+            top_k=self.facts.top_k,
+            sigma=self.parameters.sigma,
+            prior_steps=self.parameters.prior_steps,
+        )
+        # While a layer computes, staging brings the next one's experts.
+        hidden = self.costs.parameters.t_prefill_s / self.facts.layers if self.facts.staged else 0.0
+        link = Link(
+            expert_bytes=capacity.group_bytes // capacity.group,
+            bandwidth=self.facts.bandwidth,
+            layers=capacity.layers,
+            hidden_s_per_token=hidden,
+        )
+        self.measurements.announce(reads, link)
+
+    # Events.
+
+    def counted(self, counts: LevelCounts) -> None:
+        self.measurements.counted(counts.reads, counts.steps)
+
+    def step(self, tokens: int) -> None:
+        """A step of ``tokens`` tokens has been scheduled."""
+        self.measurements.step(time.monotonic(), tokens)
+
+    def looked_up(self, request: Any, hit_tokens: int, loaded_tokens: int) -> None:
+        self.measurements.looked_up(time.monotonic(), self._hashes(request), hit_tokens, loaded_tokens)
+
+    def rest(self, request: Any) -> None:
+        """``request`` is about to free its blocks: note those with cached content."""
+        hashes, tokens = self._hashes(request), self.facts.layout.block_tokens
+        blocks: dict[int, Part] = {}
+        for place, block_hash in enumerate(hashes):
+            for group in sorted(self.facts.layout.attention | self.facts.layout.state):
+                for block in self.pool.get_cached_block(block_hash, [group]) or ():
+                    blocks[block.block_id] = Part(group, (place + 1) * tokens)
+        self.measurements.rest(time.monotonic(), hashes, blocks)
+
+    def _hashes(self, request: Any) -> Sequence[Any]:
+        # Hashes are chained: the last of a block names all before it.
+        scale = self._hashes_per_block
+        hashes: Sequence[Hashable] = list(request.block_hashes)[scale - 1 :: scale]
+        return hashes
+
+    # Choices.
+
+    def decide(
+        self, situation: Situation, clean: Sequence[KVCacheBlock], hits: Collection[KVCacheBlock]
+    ) -> Decision:
+        """The cheapest action; blocks to evict are put where the pool takes them next, after ``clean``."""
+        now = time.monotonic()
+        self.measurements.pressed(now)
+        wanted = min(situation.needed_blocks, situation.evictable_blocks)
+        victims = self._victims(now, wanted, clean, hits)
+        situation = replace(situation, copied=tuple(map(self._on_host, victims)))
+        prices = MeasuredPrices(
+            self.measurements,
+            now,
+            self.pool.num_gpu_blocks,
+            situation.level,
+            situation.needed_blocks,
+            situation.partial_tokens,
+            victims,
+            self._on_host if any(situation.copied) else None,
+        )
+        decision = decide_by(situation, prices, self.costs.parameters)
+        chosen = [self.pool.blocks[block_id] for block_id in victims[: decision.evict_blocks]]
+        if chosen:
+            self.pool.put_first([*clean, *chosen])
+        return decision
+
+    def _on_host(self, block_id: int) -> bool:
+        return self._host_holds(self.pool.blocks[block_id])
+
+    def _victims(
+        self, now: float, wanted: int, clean: Sequence[KVCacheBlock], hits: Collection[KVCacheBlock]
+    ) -> list[int]:
+        """Free blocks to evict: without content first, then as measured, then as vLLM would."""
+        free = list(self.pool.free_order([*clean, *hits]))
+        empty = [block.block_id for block in free if block.block_hash is None][:wanted]
+        cached = dict.fromkeys(block.block_id for block in free if block.block_hash is not None)
+        ranked = self.measurements.victims(now, wanted - len(empty), cached) if wanted > len(empty) else []
+        chosen = dict.fromkeys((*empty, *ranked))
+        others = (block_id for block_id in cached if block_id not in chosen)
+        return [*chosen, *islice(others, wanted - len(chosen))]
+
+    def aim(self, level: int, blocks_at: Sequence[int]) -> int:
+        """Levels worth asking for beyond ``level``, at most up to that of the last of ``blocks_at``."""
+        now = time.monotonic()
+        if now - self._aimed_at < AIM_EVERY_S or level >= len(blocks_at):
+            return 0
+        self._aimed_at = now
+        # Levels on their way count as there.
+        capacity = max(self.pool.num_gpu_blocks, blocks_at[level])
+        return self.measurements.target(now, level, capacity, blocks_at) - level
+
+    def decide_restore(
+        self, situation: RestoreSituation, level: int, cached_tail: Collection[int]
+    ) -> RestoreDecision:
+        """Whether a level goes back; ``cached_tail`` are the cached blocks that would go with it."""
+        now, measurements, tail = time.monotonic(), self.measurements, set(cached_tail)
+        on_host = self._on_host if situation.copied_blocks else None
+
+        def saving(levels: int) -> float:
+            return -measurements.offload_price(now, level, level - levels)
+
+        def loss(blocks: int, cached: int) -> float:
+            return measurements.tail_price(now, tail, blocks, self.pool.num_gpu_blocks, on_host)
+
+        return restore_by(situation, saving, loss, self.costs.restore)
+
+    def order(self, waiting: Any) -> None:
+        """Put requests whose prefix is still there first, in place; only where the order is vLLM's own."""
+        now = time.monotonic()
+        if not isinstance(waiting, FCFSRequestQueue) or len(waiting) < 2:
+            return
+        if now - self._ordered_at < ORDER_EVERY_S:
+            return
+        self._ordered_at = now
+        requests = list(waiting)
+        order = admission_order(
+            [self._waiting(request) for request in requests], time.time(), self.parameters.fairness_s
+        )
+        waiting.clear()
+        waiting.extend(requests[place] for place in order)
+
+    def _waiting(self, request: Any) -> Waiting:
+        # One that was preempted has been served already and comes back first, as vLLM has it.
+        preempted = request.status == RequestStatus.PREEMPTED
+        cached = 0 if preempted else self.measurements.cached_tokens(self._hashes(request))
+        return Waiting(-math.inf if preempted else request.arrival_time, request.num_tokens, cached)

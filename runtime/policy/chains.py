@@ -1,0 +1,262 @@
+"""Prefixes that came to rest in the KV cache: which blocks hold them, and what they are good for together.
+
+A *chain* is the prefix that one session's requests share and extend. It is lost or kept as a whole: an early
+block that is gone makes the later ones useless, and so does the recurrent state of a hybrid model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# A request that begins with this share of a chain or more continues it; with less it is another session that
+# begins alike (the same system prompt).
+CONTINUES = 0.75
+
+
+class Part(NamedTuple):
+    """What one block holds: of KV cache group ``group``, the tokens or the state up to token ``end``."""
+
+    group: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The KV cache groups of a model.
+
+    Attributes:
+        block_tokens: tokens of one block.
+        attention: groups in which every block up to the hit must be there.
+        state: groups in which the block at the end of the hit must be there, earlier ones need not.
+    """
+
+    block_tokens: int
+    attention: frozenset[int]
+    state: frozenset[int]
+
+
+def usable_tokens(parts: Iterable[Part], layout: Layout) -> int:
+    """Longest prefix that a request could be given from ``parts``, in tokens."""
+    ends: dict[int, set[int]] = {group: set() for group in layout.attention | layout.state}
+    for part in parts:
+        if part.group in ends:
+            ends[part.group].add(part.end)
+    reach = max((max(found, default=0) for found in ends.values()), default=0)
+    for group in layout.attention:
+        whole = 0
+        while whole < reach and whole + layout.block_tokens in ends[group]:
+            whole += layout.block_tokens
+        reach = whole
+    if not layout.state:
+        return reach
+    states = set.intersection(*(ends[group] for group in layout.state))
+    return max((end for end in states if end <= reach), default=0)
+
+
+@dataclass(eq=False)
+class Chain:
+    """One prefix.
+
+    Attributes:
+        hashes: of its blocks, from the first on; they name a prefix each.
+        used_at: when it was last used, in seconds.
+        curable: tokens that a request would have been given had every block stayed.
+        size: blocks it had when it came to rest: what keeping it takes.
+        blocks: those still there, by id.
+    """
+
+    hashes: Sequence[Hashable]
+    used_at: float
+    curable: int = 0
+    size: int = 0
+    blocks: dict[int, Part] = field(default_factory=dict)
+    _usable: int | None = None
+
+    def usable(self, layout: Layout) -> int:
+        """Tokens that a request would be given now."""
+        if self._usable is None:
+            self._usable = usable_tokens(self.blocks.values(), layout)
+        return self._usable
+
+    def hold(self, blocks: Mapping[int, Part]) -> None:
+        self.blocks, self._usable = dict(blocks), None
+
+    def drop(self, block: int) -> None:
+        del self.blocks[block]
+        self._usable = None
+
+
+class Lookup(NamedTuple):
+    """What a request found of a chain: ``need`` blocks would have kept ``tokens`` of it for ``age_s``."""
+
+    age_s: float
+    need: int
+    tokens: int
+
+
+class Loss(NamedTuple):
+    """What losing blocks takes from one chain.
+
+    Attributes:
+        tokens: no longer usable.
+        used_at: when the chain was last used, in seconds.
+        loadable: those of ``tokens`` that host memory would bring back, in ``loads`` blocks.
+    """
+
+    tokens: int
+    used_at: float
+    loadable: int = 0
+    loads: int = 0
+
+
+class Chains:
+    """Every chain of late, the one used last at the end. Bookkeeping only.
+
+    Args:
+        most: chains to remember; the one unused for longest is forgotten.
+        ended: called with the seconds it was unused when a chain is forgotten.
+
+    Attributes:
+        orphans: blocks that belonged to chains and are still there, but belong to none now.
+    """
+
+    def __init__(self, layout: Layout, most: int, ended: Callable[[float], None]) -> None:
+        assert most > 0
+        self.layout, self._most, self._ended = layout, most, ended
+        self._chains: dict[Chain, None] = {}
+        self._chain_of: dict[Hashable, Chain] = {}
+        self._owners: dict[int, set[Chain]] = {}
+        self.orphans: dict[int, None] = {}
+
+    def __iter__(self) -> Iterator[Chain]:
+        return iter(self._chains)
+
+    def match(self, hashes: Sequence[Hashable]) -> tuple[Chain, int] | None:
+        """The chain that ``hashes`` continue, and how many of its hashes they begin with."""
+        for depth in range(len(hashes), 0, -1):
+            chain = self._chain_of.get(hashes[depth - 1])
+            if chain is not None:
+                shared = min(depth, len(chain.hashes))
+                return (chain, shared) if shared >= CONTINUES * len(chain.hashes) else None
+        return None
+
+    def looked_up(self, now_s: float, hashes: Sequence[Hashable]) -> Lookup | None:
+        """A request with these blocks is admitted; None where it continues no chain."""
+        found = self.match(hashes)
+        if found is None:
+            return None
+        chain, shared = found
+        newer = 0
+        for other in reversed(self._chains):
+            if other is chain:
+                break
+            newer += other.size
+        tokens = min(chain.curable, shared * self.layout.block_tokens)
+        lookup = Lookup(max(0.0, now_s - chain.used_at), newer + chain.size, tokens)
+        self._use(chain, now_s)
+        return lookup
+
+    def rest(self, now_s: float, hashes: Sequence[Hashable], blocks: Mapping[int, Part]) -> None:
+        """A request has finished; ``blocks`` are those of its blocks that hold cached content."""
+        if not hashes or not blocks:
+            return
+        found = self.match(hashes)
+        chain = found[0] if found else Chain(hashes, now_s)
+        self._unlink(chain)
+        chain.hold(blocks)
+        chain.hashes, chain.size, chain.curable = hashes, len(blocks), chain.usable(self.layout)
+        for block in blocks:
+            self._owners.setdefault(block, set()).add(chain)
+            self.orphans.pop(block, None)
+        for block_hash in hashes:
+            self._chain_of[block_hash] = chain
+        self._use(chain, now_s)
+        while len(self._chains) > self._most:
+            self.forget(next(iter(self._chains)), now_s)
+
+    def lost(self, block: int) -> None:
+        """``block`` no longer holds what it held."""
+        self.orphans.pop(block, None)
+        for chain in self._owners.pop(block, ()):
+            chain.drop(block)
+
+    def loss_of(self, blocks: Collection[int], on_host: Callable[[int], bool] | None = None) -> list[Loss]:
+        """What losing ``blocks`` takes, per chain.
+
+        Args:
+            on_host: whether host memory holds the content of a block too; None where it holds none.
+        """
+        losses = []
+        for chain in {chain: None for block in blocks for chain in self._owners.get(block, ())}:
+            left = (part for block, part in chain.blocks.items() if block not in blocks)
+            there = usable_tokens(left, self.layout)
+            reach, loads = (there, 0) if on_host is None else self._loadable(chain, there, on_host)
+            losses.append(Loss(chain.usable(self.layout) - there, chain.used_at, reach - there, loads))
+        return losses
+
+    def forget(self, chain: Chain, now_s: float) -> None:
+        """Stop remembering ``chain``; its blocks are then worth nothing by themselves."""
+        self._unlink(chain)
+        del self._chains[chain]
+        self._ended(max(0.0, now_s - chain.used_at))
+
+    def forget_unused(self, now_s: float, after_s: float) -> None:
+        """Forget what was not used for ``after_s`` seconds."""
+        while self._chains and now_s - next(iter(self._chains)).used_at > after_s:
+            self.forget(next(iter(self._chains)), now_s)
+
+    def owned(self, block: int) -> bool:
+        """Whether a chain has ``block``."""
+        return block in self._owners
+
+    def order(self, ranked: Iterable[Chain], free: Container[int]) -> Iterator[int]:
+        """Free blocks of ``ranked`` chains, the cheapest chain first and in it the deepest block first.
+
+        A block that several chains share comes with the last of them.
+        """
+        done: set[Chain] = set()
+        for chain in ranked:
+            done.add(chain)
+            for block in sorted(chain.blocks, key=lambda block: (-chain.blocks[block].end, block)):
+                if block in free and self._owners[block] <= done:
+                    yield block
+
+    def check_integrity(self) -> None:
+        """Owners and chains agree, and every chain is good for what its blocks say."""
+        for chain in self._chains:
+            assert chain.usable(self.layout) == usable_tokens(chain.blocks.values(), self.layout)
+            assert chain.usable(self.layout) <= chain.curable and len(chain.blocks) <= chain.size
+            assert all(chain in self._owners[block] for block in chain.blocks)
+        assert all(owners for owners in self._owners.values()) and not self._owners.keys() & self.orphans
+        for block, owners in self._owners.items():
+            assert all(chain in self._chains and block in chain.blocks for chain in owners)
+        assert set(self._chain_of.values()) <= set(self._chains)
+
+    def _loadable(self, chain: Chain, there: int, on_host: Callable[[int], bool]) -> tuple[int, int]:
+        """Tokens that a request is given which finds ``there`` of them in HBM, and blocks loaded for that.
+
+        All that lies beyond what it finds is loaded, also blocks that are in HBM.
+        """
+        beyond = (block for block, part in chain.blocks.items() if part.end > there)
+        copies = [chain.blocks[block] for block in beyond if on_host(block)]
+        found = (part for part in chain.blocks.values() if part.end <= there)
+        reach, state = usable_tokens([*found, *copies], self.layout), self.layout.state
+        return reach, sum(part.end == reach if part.group in state else part.end <= reach for part in copies)
+
+    def _use(self, chain: Chain, now_s: float) -> None:
+        self._chains.pop(chain, None)
+        self._chains[chain] = None
+        chain.used_at = now_s
+
+    def _unlink(self, chain: Chain) -> None:
+        for block_hash in chain.hashes:
+            if self._chain_of.get(block_hash) is chain:
+                del self._chain_of[block_hash]
+        for block in chain.blocks:
+            owners = self._owners[block]
+            owners.discard(chain)
+            if not owners:
+                del self._owners[block]
+                self.orphans[block] = None

@@ -1,0 +1,106 @@
+"""How many host-backed experts a step would read at every level: the log-normal prior, then counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from vamp_runtime.policy.measured import blended, expected_touched, layer_s, lognormal_shares
+
+# What was counted keeps this share of its weight at every further look, as in ``reselect.py``.
+DECAY = 0.8
+# Steps after which the sizes and times of steps count half.
+HALF_LIFE = 500.0
+# A longer pause between two steps is an idle engine, not a long step.
+LONGEST_STEP_S = 2.0
+
+
+@lru_cache(maxsize=1024)
+def prior_by_level(
+    experts: int, group: int, max_level: int, top_k: int, sigma: float, tokens: float
+) -> tuple[float, ...]:
+    """By level, experts of the coldest groups that a step of ``tokens`` reads, by the prior."""
+    shares = lognormal_shares(experts, sigma)
+    groups = (shares[start : start + group] for start in range(0, max_level * group, group))
+    return tuple(accumulate((expected_touched(cold, tokens, top_k) for cold in groups), initial=0.0))
+
+
+class LevelReads:
+    """Sizes and times of the steps taken, and what they read of the coldest groups.
+
+    Args:
+        experts, group, max_level: of a layer on a rank: experts, experts of a group, groups that may be out.
+        top_k: experts that a token is routed to.
+    """
+
+    def __init__(
+        self, *, experts: int, group: int, max_level: int, top_k: int, sigma: float, prior_steps: float
+    ) -> None:
+        self._shape = (experts, group, max_level, top_k, sigma)
+        self._most = [float(group * level) for level in range(max_level + 1)]
+        self._prior_steps = prior_steps
+        self._sizes: dict[int, float] = {}  # weight by bit length of the step's tokens
+        self._counted = [0.0] * (max_level + 1)
+        self._counted_steps = 0.0
+        self._step_s, self._step_weight = 0.0, 0.0
+        self._last_at: float | None = None
+
+    def step(self, now_s: float, tokens: int) -> None:
+        """A step of ``tokens`` tokens is sent off; one of 0 tells nothing."""
+        if tokens <= 0:
+            self._last_at = None
+            return
+        decay = 0.5 ** (1 / HALF_LIFE)
+        if self._last_at is not None and now_s - self._last_at <= LONGEST_STEP_S:
+            self._step_s = decay * self._step_s + max(0.0, now_s - self._last_at)
+            self._step_weight = decay * self._step_weight + 1
+        self._last_at = now_s
+        self._sizes = {size: decay * weight for size, weight in self._sizes.items()}
+        size = tokens.bit_length()
+        self._sizes[size] = self._sizes.get(size, 0.0) + 1
+
+    def counted(self, reads: Sequence[float], steps: int) -> None:
+        """Take over counts: by level, experts that each of ``steps`` steps read on average."""
+        assert len(reads) == len(self._counted) and steps > 0
+        total = (DECAY * before + now * steps for before, now in zip(self._counted, reads, strict=True))
+        self._counted, self._counted_steps = list(total), DECAY * self._counted_steps + steps
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps a second while the engine is busy; 0 before two of them."""
+        return self._step_weight / self._step_s if self._step_s else 0.0
+
+    def per_layer_s(
+        self, expert_bytes: int, bandwidth: float, hidden: Callable[[float], float]
+    ) -> list[float]:
+        """By level, seconds that it adds to one layer and step, over the sizes of steps taken.
+
+        Args:
+            bandwidth: of the link, in bytes/s.
+            hidden: by the tokens of a step, seconds of the transfer that its layer hides.
+        """
+        total = sum(self._sizes.values())
+        if not total:
+            return [0.0] * len(self._most)
+        sizes = [(1.5 * 2.0 ** (size - 1) if size > 1 else 1.0, w / total) for size, w in self._sizes.items()]
+        priors = [(tokens, weight, prior_by_level(*self._shape, tokens)) for tokens, weight in sizes]
+        seconds = []
+        for level, most in enumerate(self._most):
+            mean = sum(weight * prior[level] for _, weight, prior in priors)
+            factor = self._over_prior(level, mean)
+            seconds.append(
+                sum(
+                    weight
+                    * layer_s(min(factor * prior[level], most), expert_bytes, bandwidth, hidden(tokens))
+                    for tokens, weight, prior in priors
+                )
+            )
+        return seconds
+
+    def _over_prior(self, level: int, prior: float) -> float:
+        """What was counted at ``level``, as a multiple of what the prior gives for the same steps."""
+        if not prior or not self._counted_steps:
+            return 1.0
+        measured = self._counted[level] / self._counted_steps
+        return blended(prior, measured, self._counted_steps, self._prior_steps) / prior

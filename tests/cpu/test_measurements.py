@@ -1,0 +1,253 @@
+"""Choices from measurements: whether experts should make room, which blocks go, what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from vamp_runtime.policy.chains import Layout, Part
+from vamp_runtime.policy.decide import Action, Situation, decide_by
+from vamp_runtime.policy.measured import MeasuredParameters
+from vamp_runtime.policy.measurements import Link, MeasuredPrices, Measurements
+from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.reads import LevelReads
+from vamp_runtime.policy.reuse import ReuseTimes
+
+LAYOUT = Layout(block_tokens=544, attention=frozenset({0}), state=frozenset({1}))
+PARAMETERS = MeasuredParameters(
+    sigma=0.6, prior_steps=1000, horizon_min_s=10, horizon_max_s=300, min_lookups=20, fairness_s=20
+)
+COST = CostParameters(
+    alpha=1.0,
+    tau_s=40.0,
+    t_prefill_s=1 / 84_000,
+    t_sched_s=0.001,
+    t_queue_s=0.1,
+    c_eff_s=0.0,
+    horizon_steps=1,
+    max_offload_ratio=0.25,
+)
+# Levels of 24 blocks, as on an H200: 128 of 512 experts at most.
+BLOCKS_AT = tuple(1288 + 24 * level for level in range(129))
+SESSION_BLOCKS = 100
+
+
+def make(bandwidth: float = 51e9) -> Measurements:
+    times = ReuseTimes(prior=0.5, prior_events=8, tau_s=40, half_life=500)
+    measurements = Measurements(PARAMETERS, COST, LAYOUT, times, window_s=120)
+    reads = LevelReads(experts=512, group=1, max_level=128, top_k=10, sigma=0.6, prior_steps=1000)
+    measurements.announce(
+        reads, Link(expert_bytes=6 << 20, bandwidth=bandwidth, layers=24, hidden_s_per_token=0.0)
+    )
+    return measurements
+
+
+def hashes(session: int) -> Sequence[tuple[int, int]]:
+    return [(session, place) for place in range(SESSION_BLOCKS - 1)]
+
+
+def blocks(session: int) -> dict[int, Part]:
+    first = session * SESSION_BLOCKS
+    parts = {first + place: Part(0, 544 * (place + 1)) for place in range(SESSION_BLOCKS - 1)}
+    return parts | {first + SESSION_BLOCKS - 1: Part(1, 544 * (SESSION_BLOCKS - 1))}
+
+
+def take_turns(
+    measurements: Measurements, sessions: int, rounds: int = 6, state: bool = True, loaded: int = 0
+) -> float:
+    """Sessions take turns, each a prefill of 0.7 s and some decoding; nothing is found in HBM, and so many
+    tokens are loaded from host memory. The time after."""
+    now = 0.0
+    for turn in range(sessions * rounds):
+        session = turn % sessions
+        measurements.pressed(now)
+        measurements.looked_up(now, hashes(session), hit_tokens=0, loaded_tokens=loaded)
+        for step in range(20):
+            measurements.step(now + 0.05 * step, 16)
+        now += 1.0
+        there = blocks(session)
+        if not state:
+            del there[max(there)]
+        measurements.rest(now, hashes(session), there)
+    return now
+
+
+def target(measurements: Measurements, now: float, level: int = 0) -> int:
+    return measurements.target(now, level, BLOCKS_AT[level], BLOCKS_AT)
+
+
+def test_experts_make_room_up_to_the_knee_and_not_beyond() -> None:
+    measurements = make(bandwidth=2000e9)
+    now = take_turns(measurements, sessions=20)
+    # The working set is 2,000 blocks: 30 levels.
+    assert target(measurements, now) == 30
+    assert target(measurements, now, level=30) == 30
+    assert target(measurements, now, level=12) == 30
+
+
+def test_experts_stay_where_reading_them_costs_more() -> None:
+    measurements = make(bandwidth=5e9)
+    now = take_turns(measurements, sessions=20)
+    assert target(measurements, now) == 0
+
+
+def test_experts_stay_where_no_capacity_would_help() -> None:
+    measurements = make(bandwidth=2000e9)
+    now = take_turns(measurements, sessions=20, state=False)
+    assert target(measurements, now) == 0
+
+
+def test_nothing_moves_on_a_few_lookups() -> None:
+    measurements = make(bandwidth=2000e9)
+    now = take_turns(measurements, sessions=19, rounds=1)
+    assert measurements.cured(now, 1288, 2000) is None and target(measurements, now) == 0
+
+
+def test_a_first_turn_says_nothing_for_capacity() -> None:
+    measurements = make(bandwidth=2000e9)
+    now = take_turns(measurements, sessions=100, rounds=1)
+    assert measurements.cured(now, 1288, 4000) == 0 and target(measurements, now) == 0
+
+
+def test_orphans_go_first_and_then_the_chain_used_last() -> None:
+    measurements = make()
+    now = take_turns(measurements, sessions=20)
+    measurements.rest(
+        now, hashes(3)[:80], {number: part for number, part in blocks(3).items() if part.end <= 40_000}
+    )
+    free = range(2000)
+    victims = measurements.victims(now, 200, free)
+    orphans = [block for block in blocks(3) if not measurements.chains.owned(block)]
+    assert set(victims[: len(orphans)]) == set(orphans) and len(orphans) > 20
+    assert len(set(victims)) == 200
+    # The shortened chain has lost its state; then comes the session that had its turn just now.
+    rest = victims[len(orphans) :]
+    assert rest[0] // SESSION_BLOCKS == 3 and rest[-1] // SESSION_BLOCKS == 19
+
+
+def test_worthless_blocks_cost_nothing_and_a_state_its_chain() -> None:
+    measurements = make()
+    measurements.rest(0.0, hashes(0), blocks(0))
+    state = max(blocks(0))
+    chance = 0.5 / (1 + 10 / 40)
+    whole = chance * (99 * 544 / 84_000 + 0.101)
+    assert measurements.eviction_price(10.0, {state}, 1288) == pytest.approx(whole)
+    assert measurements.eviction_price(10.0, {0}, 1288) == pytest.approx(whole)
+    measurements.lost(state)
+    assert measurements.eviction_price(10.0, {0, 1, 2}, 1288) == 0
+
+
+def test_what_host_memory_holds_costs_its_load() -> None:
+    measurements = make()
+    measurements.load_block_s = 544 / 84_000 / 4
+    measurements.rest(0.0, hashes(0), blocks(0))
+    last = max(blocks(0))
+    chance, prefill_s = 0.5 / (1 + 10 / 40), 99 * 544 / 84_000
+    lost = measurements.eviction_price(10.0, {last}, 1288, lambda block: block != last)
+    assert lost == measurements.eviction_price(10.0, {last}, 1288)
+    held = measurements.eviction_price(10.0, {last}, 1288, lambda block: True)
+    assert held == pytest.approx(chance * (prefill_s * 100 / 99 / 4 + 0.101))
+    assert measurements.tail_price(10.0, {last}, 24, 1288, lambda block: True) == pytest.approx(held)
+
+
+def test_levels_are_not_worth_their_price_where_host_memory_brings_prefixes_back() -> None:
+    wanted = {}
+    for loaded in (0, SESSION_BLOCKS * 544):
+        measurements = make(bandwidth=2000e9)
+        measurements.load_block_s = 544 / 84_000 / 100
+        now = take_turns(measurements, sessions=20, loaded=loaded)
+        wanted[loaded] = measurements.cured(now, 1288, 2000), target(measurements, now)
+    (dear, levels), (cheap, none) = wanted.values()
+    assert levels == 30 and none == 0
+    assert dear is not None and cheap == pytest.approx(dear / 100)
+
+
+def test_the_tail_is_priced_by_what_lies_in_it_and_what_it_could_hold() -> None:
+    measurements = make()
+    now = take_turns(measurements, sessions=20)
+    nothing, something = (
+        measurements.tail_price(now, cached, 24, capacity=2000) for cached in (set[int](), {1950, 1951})
+    )
+    assert something > nothing > 0
+    assert measurements.tail_price(now, set(), 24, capacity=3000) == 0
+
+
+SITUATION = Situation(
+    needed_blocks=100,
+    evictable_blocks=1000,
+    evictable_tokens=544_000,
+    evictable_age_s=0.0,
+    tokens_per_block=544,
+    r_hit=0.0,
+    blocks_per_level=24,
+    reserve_blocks=200,
+    arriving_blocks=0,
+    reserve_target=24,
+    level=0,
+    max_level=128,
+    shards_per_group=1,
+    experts=512,
+    partial_tokens=100,
+    can_preempt=False,
+    running=False,
+)
+
+
+def action(
+    measurements: Measurements, now: float, situation: Situation = SITUATION, copied: bool = False
+) -> Action:
+    victims = measurements.victims(now, situation.needed_blocks, range(2000))
+    if copied:
+        situation = replace(situation, copied=(True,) * len(victims))
+    prices = MeasuredPrices(
+        measurements,
+        now,
+        1288,
+        situation.level,
+        situation.needed_blocks,
+        100,
+        victims,
+        (lambda block: True) if copied else None,
+    )
+    return decide_by(situation, prices, COST).action
+
+
+def test_the_cheaper_of_experts_and_prefixes_goes() -> None:
+    cheap, dear = make(bandwidth=2000e9), make(bandwidth=5e9)
+    situation = replace(SITUATION, reserve_blocks=100, reserve_target=100)
+    for measurements, expected in ((cheap, Action.EXPAND), (dear, Action.EVICT)):
+        now = take_turns(measurements, sessions=20)
+        assert action(measurements, now, situation) is expected
+    assert action(dear, now) is Action.EXPAND, "what a move has brought already costs nothing"
+
+
+def test_prefixes_that_host_memory_holds_go_before_experts() -> None:
+    measurements = make(bandwidth=2000e9)
+    measurements.load_block_s = 544 / 84_000 / 100
+    situation = replace(SITUATION, reserve_blocks=100, reserve_target=100)
+    now = take_turns(measurements, sessions=20)
+    assert action(measurements, now, situation) is Action.EXPAND
+    assert action(measurements, now, situation, copied=True) is Action.SPILL
+    measurements.load_block_s = 1.0
+    assert action(measurements, now, situation, copied=True) is Action.EXPAND, "the link is slower"
+
+
+def test_what_is_there_of_a_prompt() -> None:
+    measurements = make()
+    measurements.rest(0.0, hashes(0), blocks(0))
+    assert measurements.cached_tokens([*hashes(0), (0, 99)]) == 99 * 544
+    assert measurements.cached_tokens(hashes(1)) == 0
+    measurements.lost(0)
+    assert measurements.cached_tokens(hashes(0)) == 0
+
+
+def test_the_horizon_follows_the_pressure() -> None:
+    measurements = make()
+    assert measurements.horizon_s(0.0) == 10
+    for now in range(100):
+        measurements.pressed(float(now))
+    assert measurements.horizon_s(99.0) == 99 and measurements.horizon_s(200.0) == 10
+    measurements.pressed(200.0)
+    assert measurements.horizon_s(205.0) == 10

@@ -1,0 +1,166 @@
+"""The measured policy at vLLM's objects: its pool, its waiting queue, its real CPU engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.engine import run_scenario
+
+from vamp_integration.settings import VampSettings
+from vamp_integration.tiny_model import TinyShape
+from vamp_runtime.controller import Capacity
+from vamp_runtime.errors import ConfigError
+from vamp_runtime.policy.chains import Layout
+from vamp_runtime.policy.decide import Action
+
+if TYPE_CHECKING:
+    from vamp_integration.arbiter import Arbiter
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 16
+LAYOUT = Layout(BLOCK, frozenset({0}), frozenset({1}))
+
+
+def make(blocks: int) -> Arbiter:
+    from vllm.v1.core.block_pool import BlockPool
+
+    from vamp_integration.arbiter import Arbiter
+    from vamp_integration.commands import Report
+    from vamp_integration.costs import engine_costs
+    from vamp_integration.measured import EngineFacts
+    from vamp_integration.pool import VampBlockPool
+
+    config = SimpleNamespace(num_hidden_layers=TinyShape().layers)
+    costs = engine_costs(VampSettings(policy="measured", model="tiny-qwen3-next"), config)
+    pool = VampBlockPool.adopt(BlockPool(blocks, enable_caching=True, hash_block_size=BLOCK))
+    arbiter = Arbiter(pool, costs, BLOCK, lambda blocks: None, 0.03)
+    facts = EngineFacts(LAYOUT, top_k=2, bandwidth=1e9, layers=4, staged=False)
+    arbiter.measure(lambda: facts)
+    arbiter.settle(Report(capacity=Capacity((blocks, blocks + 4), experts=32, group=2, level_bytes=1)))
+    return arbiter
+
+
+def prompt(arbiter: Arbiter, name: int, blocks: int) -> tuple[Any, list[Any]]:
+    """A request that has filled ``blocks`` attention blocks and has a state at their end."""
+    hashes = [bytes([name, place]) * 16 for place in range(blocks)]
+    request: Any = SimpleNamespace(
+        block_hashes=hashes,
+        num_tokens=blocks * BLOCK,
+        num_computed_tokens=0,
+        arrival_time=float(name),
+        status=None,
+    )
+    held = arbiter.pool.get_new_blocks(blocks + 1)
+    arbiter.pool.cache_full_blocks(request, held[:-1], 0, blocks, BLOCK, 0)
+    states = [arbiter.pool.null_block] * (blocks - 1) + held[-1:]
+    arbiter.pool.cache_full_blocks(request, states, 0, blocks, BLOCK, 1)
+    return request, held
+
+
+def finish(arbiter: Arbiter, request: Any, held: list[Any]) -> None:
+    assert arbiter.measured is not None
+    arbiter.measured.rest(request)
+    arbiter.pool.free_blocks(reversed(held))
+
+
+def test_the_chain_that_is_worth_least_goes_first_whatever_was_used_last() -> None:
+    arbiter = make(blocks=32)
+    measured = arbiter.measured
+    assert measured is not None
+    kept, held = prompt(arbiter, 1, 5)
+    finish(arbiter, kept, held)
+    broken, broken_held = prompt(arbiter, 2, 5)
+    finish(arbiter, broken, broken_held)
+    # Without its state the chain used last is good for nothing.
+    arbiter.pool.put_first([broken_held[-1]])
+    (lost,) = arbiter.pool.get_new_blocks(1)
+    assert lost is broken_held[-1]
+    arbiter.pool.free_blocks([lost])
+    filler = arbiter.pool.get_new_blocks(31 - 11)
+    request: Any = SimpleNamespace(num_computed_tokens=0)
+    assert arbiter.weigh(4, [], 0, request, running=False) == 4
+    assert arbiter.journal.decisions[Action.EVICT.value] == 1
+    taken = {block.block_id for block in arbiter.pool.get_new_blocks(4)}
+    assert taken <= {block.block_id for block in broken_held}
+    assert measured.measurements.cached_tokens(kept.block_hashes) == 5 * BLOCK
+    assert measured.measurements.cached_tokens(broken.block_hashes) == 0
+    measured.measurements.chains.check_integrity()
+    arbiter.pool.free_blocks(filler)
+
+
+def test_a_reset_leaves_no_chain_with_blocks() -> None:
+    arbiter = make(blocks=16)
+    finish(arbiter, *prompt(arbiter, 1, 5))
+    assert arbiter.pool.reset_prefix_cache()
+    assert arbiter.measured is not None
+    chains = arbiter.measured.measurements.chains
+    chains.check_integrity()
+    assert all(not chain.blocks for chain in chains) and not chains.orphans
+
+
+def test_requests_whose_prefix_is_there_come_first() -> None:
+    import time
+
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+    from vllm.v1.request import RequestStatus
+
+    arbiter = make(blocks=16)
+    there, held = prompt(arbiter, 1, 5)
+    finish(arbiter, there, held)
+    now = time.time()
+    missing: Any = SimpleNamespace(
+        block_hashes=[b"x" * 32] * 5, num_tokens=80, arrival_time=now - 2, status=RequestStatus.WAITING
+    )
+    there.arrival_time, there.status = now - 1, RequestStatus.WAITING
+    queue = FCFSRequestQueue([missing, there])
+    assert arbiter.measured is not None
+    arbiter.measured.order(queue)
+    assert list(queue) == [there, missing]
+    missing.arrival_time = now - 1e6
+    arbiter.measured._ordered_at = 0.0
+    arbiter.measured.order(queue)
+    assert list(queue) == [missing, there], "it has waited long enough"
+
+
+def test_another_kind_of_cache_is_refused() -> None:
+    from vamp_integration.measured import cache_layout
+
+    class Window:
+        block_size = BLOCK
+
+    config: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=Window())])
+    with pytest.raises(
+        ConfigError, match=r"^policy: measured knows .* not Window in blocks of 16 .* policy = paper"
+    ):
+        cache_layout(config, BLOCK)
+
+
+def test_whole_sessions_are_kept_where_lru_loses_all(tiny_model: Path) -> None:
+    """Twelve sessions take turns in a pool for fewer; no expert may leave, so that order alone decides."""
+    work = {"seed": 8, "count": 12, "length": 400, "growth": 20, "turns": 5, "max_tokens": 2, "kv_mib": 4}
+    runs = {
+        policy: run_scenario(
+            "rounds",
+            tiny_model,
+            max_model_len=1024,
+            vamp={"max_offload_ratio": 0.0, "policy": policy},
+            **work,
+        )
+        for policy in ("paper", "measured")
+    }
+    cached = {policy: sum(result["cached"] for result in run["results"]) for policy, run in runs.items()}
+    assert all(run["decisions"]["evict"] > 0 and run["moves"] == 0 for run in runs.values())
+    assert cached["measured"] > cached["paper"]
+
+
+def test_levels_move_beside_it(tiny_model: Path) -> None:
+    """Growth and restores with victims chosen by value: pool, ranks and chains stay in step."""
+    work = {"seed": 8, "count": 4, "length": 600, "growth": 130, "turns": 3, "max_tokens": 4}
+    vamp = {"max_offload_ratio": 0.5, "policy": "measured", "exercise_steps": 3}
+    run = run_scenario("rounds", tiny_model, kv_mib=2, max_model_len=1024, vamp=vamp, **work)
+    assert run["moves"] > 0 and run["failed_moves"] == 0
+    assert all(len(result["tokens"]) == 4 for result in run["results"])
