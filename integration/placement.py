@@ -23,7 +23,7 @@ from vamp_integration.home_room import check_homes
 from vamp_integration.log import logger
 from vamp_integration.memory_driver import open_driver
 from vamp_integration.moe_kernel import SlotKernel, SlotTables, misfit
-from vamp_integration.plan import slab_geometry
+from vamp_integration.plan import slab_geometry, within_budget
 from vamp_integration.record_order import read_order
 from vamp_integration.settings import VampSettings
 from vamp_integration.staged_experts import StagedExperts, unstageable
@@ -71,6 +71,7 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     """
     layers = routed_experts(model)
     _check(layers, settings)
+    settings = within_budget(settings, config.cache_config.kv_cache_memory_bytes)
     settings = dataclasses.replace(settings, moe_kernel=_kernel(layers, settings))
     first = layers[0]
     device: torch.device = first.w13_weight.data.device  # type: ignore[assignment]

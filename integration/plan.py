@@ -7,6 +7,7 @@ with the real sizes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from math import gcd
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,13 @@ def _peer_too_small(settings: VampSettings, geometry: SlabGeometry) -> str:
     )
 
 
+def within_budget(settings: VampSettings, kv_bytes: int | None) -> VampSettings:
+    """Where staging is ``auto``, no more of it than a quarter of the KV budget, as far as that is known."""
+    if kv_bytes is None or settings.staging != "auto":
+        return settings
+    return replace(settings, staging_mib=min(settings.staging_mib, kv_bytes >> 22))
+
+
 def staging_records(settings: VampSettings, geometry: SlabGeometry) -> int:
     """Records of two buffers, each of at most the experts of a layer that may be on the host."""
     if settings.staging == "off":
@@ -151,7 +159,7 @@ def check_plan(
         ConfigError, ProfileError: in one line, the setting, its value and what would work.
     """
     # The text model's own table, where the checkpoint has others beside it.
-    config = hf_config
+    settings, config = within_budget(settings, kv_bytes), hf_config
     if isinstance(hf_config, dict):
         config = SimpleNamespace(**hf_config.get("text_config", hf_config))
         quantization = (hf_config.get("quantization_config") or {}).get("quant_method")

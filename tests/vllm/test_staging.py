@@ -178,6 +178,13 @@ def test_staging_is_two_buffers_within_its_size() -> None:
     assert plan.slab_geometry(VampSettings(), **QWEN | {"device": "cpu"}).staging_records == 0
 
 
+def test_staging_takes_a_quarter_of_a_small_budget_at_most() -> None:
+    for kv_bytes, most in ((None, 512), (8 << 30, 512), (96 << 20, 24), (1 << 20, 0)):
+        assert plan.within_budget(VampSettings(), kv_bytes).staging_mib == most
+    region = VampSettings(staging="region")
+    assert plan.within_budget(region, 96 << 20) is region
+
+
 def test_the_papers_staging_needs_room_for_the_region() -> None:
     with pytest.raises(ConfigError, match=r"staging_mib: 512 holds 42 experts twice, .* 128; use 1536, or"):
         plan.slab_geometry(VampSettings(staging="region"), **QWEN)
