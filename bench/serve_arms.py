@@ -18,7 +18,8 @@ VAMP_KINDS = {
     "paper": ("region", False),
     "direct": ("off", True),
     "auto": ("auto", True),
-    "spill": ("auto", False),
+    "measured": ("off", True),
+    "spill": ("auto", True),
     "fixed": ("off", False),
 }
 KNOWN = f"{', '.join(UNMODIFIED)} or vamp_<kind>_<ratio> with a kind of {', '.join(VAMP_KINDS)}, such as 0.15"
@@ -48,7 +49,7 @@ class Arm:
 
 
 def parse_arm(name: str, policy: str) -> Arm:
-    """Arm from its name; ``policy`` is that of arms that are not the paper's.
+    """Arm from its name; ``policy`` is that of arms whose kind does not name one.
 
     Raises:
         ConfigError: a name that is not known.
@@ -59,7 +60,7 @@ def parse_arm(name: str, policy: str) -> Arm:
     if match is None or match[1] not in VAMP_KINDS or not 0 < float(match[2]) <= 1:
         raise ConfigError(f"--arms {name}: unknown; give {KNOWN}")
     staging, restore = VAMP_KINDS[match[1]]
-    chosen = "paper" if match[1] == "paper" else policy
+    chosen = match[1] if match[1] in ("paper", "measured") else policy
     return Arm(name, match[1], float(match[2]), staging, restore, chosen)
 
 
@@ -98,7 +99,7 @@ PARTS = {
     "offload": Part(
         "unmodified vLLM with KV offloading to host", ("vllm_host_kv",), ("vllm_host_kv",), host_kv=True
     ),
-    "vamp": Part("VAMP", ("paper", "direct", "auto", "fixed"), (*_DIRECT, *_PAPER), vamp=True),
+    "vamp": Part("VAMP", ("paper", "direct", "auto", "measured", "fixed"), (*_DIRECT, *_PAPER), vamp=True),
     "spill": Part(
         "VAMP with KV offloading to host", ("spill",), ("vamp_spill_0.25",), vamp=True, host_kv=True
     ),
@@ -157,8 +158,6 @@ def engine_options(part: Part, machine: Machine) -> dict[str, Any]:
         options["kv_offloading_size"] = machine.host_kv_gib
     if part.vamp:
         chosen = {"max_offload_ratio": machine.max_ratio, "moe_kernel": machine.kernel, **machine.vamp}
-        if part.host_kv:
-            chosen["restore"] = False
         options |= {
             "load_format": "vamp",
             "model_loader_extra_config": {"inner": options["load_format"]},

@@ -119,9 +119,7 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel", choices=("vamp", "vllm"), default="vamp", help="MoE kernel of VAMP's engines"
     )
-    parser.add_argument(
-        "--policy", default="auto", help="policy profile of the arms that are not the paper's"
-    )
+    parser.add_argument("--policy", default="auto", help="policy profile of the arms whose kind names none")
     parser.add_argument(
         "--routing", help=f"routing simulation of every arm, default {ROUTING}; '' for the model's own"
     )
