@@ -73,7 +73,7 @@ def test_parts_differ_in_what_they_name_only(bench: Any) -> None:
         "additional_config": {"vamp": {"max_offload_ratio": 0.25, "moe_kernel": "vamp"}},
     }
     spill = options["spill"]["additional_config"]["vamp"]
-    assert spill == {"max_offload_ratio": 0.25, "moe_kernel": "vamp", "restore": False}
+    assert spill == {"max_offload_ratio": 0.25, "moe_kernel": "vamp"}
     assert options["anchor"]["hf_overrides"] == {"num_hidden_layers": 24} and options["anchor"]["seed"] == 3
 
 
