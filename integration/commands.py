@@ -18,6 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vamp_integration.cold_reads import LevelCounts
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.memory.boundary import Outcome
+from vamp_runtime.memory.copy_times import StagingSeconds
 from vamp_runtime.policy.reselect import Candidate
 
 ATTRIBUTE = "vamp"
@@ -33,6 +34,7 @@ class MemoryFigures:
         host_bytes_read: read by the MoE layers from home pages on the host, estimated.
         peer_bytes_read: the same, in a peer's HBM.
         home_pages: home pages by the tier they lie in (``Tier.value``).
+        staging: time of copies ahead of layers.
     """
 
     pages: Mapping[str, int] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class MemoryFigures:
     host_bytes_read: int = 0
     peer_bytes_read: int = 0
     home_pages: Mapping[str, int] = field(default_factory=dict)
+    staging: StagingSeconds = field(default_factory=StagingSeconds)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,15 @@ METRICS = (
         "Expert bytes that the MoE layers read from another GPU's HBM, on the first rank, estimated.",
         counter=True,
     ),
+    Metric(
+        "staging_seconds",
+        "Time of copies to staging slots ahead of layers, on the first rank, from one staged step of 16: "
+        "hidden behind the layers, or exposed, a layer waiting for them.",
+        counter=True,
+        label="state",
+        values=("hidden", "exposed"),
+        unit=MICRO,
+    ),
     Metric("evicted_blocks", "KV blocks that lost their cached content.", counter=True),
     Metric(
         "spilled_blocks",
@@ -192,6 +201,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "copied_bytes": {"to_host": memory.home_bytes_copied, "from_host": journal.copied_bytes},
         "moe_host_read_bytes": {"": memory.host_bytes_read},
         "moe_peer_read_bytes": {"": memory.peer_bytes_read},
+        "staging_seconds": {"hidden": memory.staging.hidden, "exposed": memory.staging.exposed},
         "evicted_blocks": {"": arbiter.pool.evictions},
         "spilled_blocks": {"": journal.spilled_blocks},
         "loaded_blocks": {"": loaded},

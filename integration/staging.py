@@ -24,6 +24,7 @@ from vamp_integration.plan import hardware_profile
 from vamp_integration.settings import STAGING_MODES, VampSettings
 from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.copy_times import StagingSeconds
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.region import RegionCopies, buffer_groups, plan_region
 from vamp_runtime.memory.slab import ExpertSlab
@@ -83,6 +84,11 @@ class Staging:
     def staged_from(self) -> int | None:
         """Fewest tokens of a step that is staged ahead; None where no step is."""
         return self._from
+
+    @property
+    def seconds(self) -> StagingSeconds:
+        """Time of the copies ahead of layers since start."""
+        return self._copies.seconds
 
     @property
     def needs_host_code(self) -> bool:

@@ -32,6 +32,7 @@ from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.boundary import Boundary
+from vamp_runtime.memory.copy_times import StagingSeconds
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.kv_region import KVRegion
@@ -241,6 +242,7 @@ class VampWorkerMixin:
             host_bytes_read=self._host_reads.nbytes,
             peer_bytes_read=self._peer_reads.nbytes,
             home_pages=home_pages(self._memory.slab.geometry),
+            staging=StagingSeconds() if self._memory.staging is None else self._memory.staging.seconds,
         )
 
     def _capacity(self, pages: int) -> Capacity:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vamp_runtime.memory.copy_times import CopyTimes, StagingSeconds
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.geometry import STAGING_BUFFERS
 from vamp_runtime.memory.slab import ExpertSlab
@@ -90,6 +91,12 @@ class RegionCopies:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._arrived = [torch.cuda.Event() for _ in range(STAGING_BUFFERS)]  # type: ignore[no-untyped-call]
+            self._times = CopyTimes(self._layers)
+
+    @property
+    def seconds(self) -> StagingSeconds:
+        """Time of the copies since start; none on a CPU, where they are part of queueing them."""
+        return StagingSeconds() if self._stream is None else self._times.seconds
 
     def follow(self, copies: Sequence[Sequence[SlotCopy]]) -> None:
         """Copy this from the next step on; ``copies[layer]`` are those of a layer."""
@@ -100,12 +107,17 @@ class RegionCopies:
     def enter(self, layer: int) -> None:
         """Let what the current stream is given from now on read the layer's staging slots."""
         if layer == 0:
+            if self._stream is not None:
+                self._times.begin_step()
             for ahead in range(min(STAGING_BUFFERS, self._layers)):
                 self._start(ahead)
         elif self._holds[layer % STAGING_BUFFERS] != layer:
             self._start(layer)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived[layer % STAGING_BUFFERS])
+            current = torch.cuda.current_stream(self._device)
+            self._times.waiting(layer, current, done=False)
+            current.wait_event(self._arrived[layer % STAGING_BUFFERS])
+            self._times.waiting(layer, current, done=True)
 
     def leave(self, layer: int) -> None:
         """The current stream was given all that reads the layer's slots: their buffer serves another."""
@@ -118,6 +130,7 @@ class RegionCopies:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             handle = self._stream.cuda_stream
+            self._times.copying(layer, self._stream, done=False)
         for copy in self._copies[layer]:
             for part, size in enumerate(self._slab.geometry.part_bytes):
                 target, source = (
@@ -126,5 +139,6 @@ class RegionCopies:
                 self._driver.copy(target, source, copy.records * size, handle)
                 self.nbytes += copy.records * size
         if self._stream is not None:
+            self._times.copying(layer, self._stream, done=True)
             self._arrived[layer % STAGING_BUFFERS].record(self._stream)
         self._holds[layer % STAGING_BUFFERS] = layer

@@ -46,6 +46,20 @@ def test_a_step_reads_what_it_copied(rank: Any) -> None:
     check_steps(rank, rank.with_own_kernel(rank.staging("off")), plain, MANY)
 
 
+def test_copies_are_timed_without_a_wait(rank: Any) -> None:
+    staging = rank.staging("region")
+    memory = rank.with_own_kernel(staging)
+    assert staging.seconds.hidden == staging.seconds.exposed == 0
+    assert rank.boundary.offload(6).ok
+    memory.update_tables()
+    arguments = rank.step(MANY)
+    for _ in range(2):
+        for layer in rank.layers:
+            layer.slot_kernel(*arguments)
+        torch.cuda.synchronize()
+    assert 0 < staging.seconds.hidden + staging.seconds.exposed < 1
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 48, MANY])
 @pytest.mark.parametrize("slow", ["copies", "layers"])
 def test_neither_stream_runs_away_from_the_other(rank: Any, slow: str, tokens: int) -> None:
