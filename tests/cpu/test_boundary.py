@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, PeerSuite, move
 from support.deferring import DeferringDriver
+from support.hashed_moves import move_and_compare
 from support.rigs import SHAPES, Rig, Shape, build_rig
 
 from vamp_kernels import ranges
@@ -29,6 +31,11 @@ def driver() -> Iterator[HostDriver]:
     driver = HostDriver(4096)
     yield driver
     driver.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_hundred_moves_leave_every_expert(driver: HostDriver, shape: Shape) -> None:
+    move_and_compare(build_rig(driver, shape), torch.device("cpu"), moves=100)
 
 
 class TestBoundary(BoundarySuite):

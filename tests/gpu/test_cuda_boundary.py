@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.boundary_suite import OFFLOAD, RESTORE, SWAP, BoundarySuite, FaultSuite, move, swaps
-from support.rigs import RECORDS, Rig, build_rig
+from support.hashed_moves import move_and_compare
+from support.rigs import DENSE, RECORDS, Rig, Shape, build_rig
 
 from vamp_runtime.memory.cuda import CudaDriver
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.tensor import tensor_at
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +51,13 @@ def test_kernels_read_the_same_experts_at_every_level(driver: CudaDriver) -> Non
         assert walk().ok
         for layer, expected in enumerate(loaded):
             assert torch.equal(own_records(rig, layer), expected)
+
+
+@pytest.mark.parametrize("shape", [RECORDS, DENSE], ids=lambda shape: shape.name)
+def test_a_thousand_moves_leave_every_expert(driver: CudaDriver, shape: Shape) -> None:
+    rig = build_rig(driver, shape)
+    move_and_compare(rig, CUDA, moves=1000)
+    assert driver.usage().tier_bytes[Tier.HOST] == rig.geometry.host_home_bytes
 
 
 def test_a_move_waits_for_kernels_queued_before_its_redirect(driver: CudaDriver) -> None:

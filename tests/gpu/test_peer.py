@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.boundary_suite import BoundarySuite, FaultSuite, PeerSuite, swaps
+from support.boundary_suite import BoundarySuite, FaultSuite, PeerSuite
 from support.engine import WORKS, run_scenario
+from support.hashed_moves import move_and_compare
 from support.rigs import PEER_SHAPES, build_rig
 
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.peer import Peer, find_peers
-from vamp_runtime.memory.tensor import tensor_at
 
 JOINED = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
 pytestmark = [
@@ -54,37 +54,9 @@ def test_the_second_gpu_is_found_and_keeps_its_memory() -> None:
 
 @pytest.mark.parametrize("shape", PEER_SHAPES, ids=lambda shape: shape.name)
 def test_a_thousand_moves_leave_every_expert(driver: CudaDriver, shape: Any) -> None:
-    """Kernels read own addresses and home aliases at every level; all bytes are hashed now and then."""
     rig = build_rig(driver, shape)
-    geometry = rig.geometry
-
-    def records(layer: int, part: int, first: int, count: int) -> torch.Tensor:
-        sizes = (count, geometry.part_bytes[part])
-        return tensor_at(rig.slab.address(layer, part, first), sizes, torch.uint8, CUDA)
-
-    places = [(layer, part) for layer in range(geometry.layers) for part in range(geometry.parts)]
-    loaded = [records(*place, 0, geometry.experts).clone() for place in places]
-    for turn in range(250):
-        groups = range(geometry.movable_groups)
-        for layer in range(geometry.layers):
-            rig.slab.set_coldness(layer, groups if turn % 2 else groups[::-1])
-        rig.slab.refresh_homes(GIB)
-        moves = (
-            lambda: rig.boundary.offload(2),
-            lambda: rig.boundary.swap(swaps(rig.boundary)),
-            lambda: rig.boundary.restore(1),
-            lambda: rig.boundary.restore(1),
-        )
-        for walk in moves:
-            outcome = walk()
-            assert outcome.ok, outcome.reason
-            for (layer, part), expected in zip(places, loaded, strict=True):
-                assert torch.equal(records(layer, part, 0, geometry.experts), expected)
-                slots = torch.tensor(rig.slab.slot_table[layer], device=CUDA)
-                assert torch.equal(records(layer, part, 0, geometry.slots)[slots], expected)
-        if turn % 25 == 0:
-            rig.check()
-    assert driver.usage().tier_bytes[Tier.PEER] == geometry.peer_home_bytes
+    move_and_compare(rig, CUDA, moves=1000)
+    assert driver.usage().tier_bytes[Tier.PEER] == rig.geometry.peer_home_bytes
 
 
 @pytest.fixture(scope="module")
