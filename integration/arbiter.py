@@ -26,6 +26,7 @@ from vamp_runtime.policy.decide import Action, Decision, Situation, decide
 
 # Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
 BESIDE_STEPS_S = 0.25
+LEAST_MOVE_S = 1e-4
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
 RETRY_S = 5.0
 
@@ -144,7 +145,10 @@ class Arbiter:
             logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
             self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
             return
-        self._level_s = outcome.seconds / move.levels
+        # Beside steps, most of a move is waiting for one, which takes no longer for more levels.
+        beside = self.controller.capacity is not None and self.controller.capacity.beside_steps
+        own_s = outcome.pages_seconds if beside else outcome.seconds
+        self._level_s = max(own_s, LEAST_MOVE_S) / move.levels
         if move.kind is MoveKind.OFFLOAD:
             logger.info(
                 "VAMP: level %d, %d KV blocks (%d in the pool), %.1f MiB moved in %.1f ms",

@@ -61,6 +61,7 @@ class Boundary:
         self._move = move
         self._groups: list[list[int]] = []
         self._mark: object = None
+        self._pages_seconds = 0.0
         self._agreed = False
         self._held: tuple[ExitStack, Transaction] | None = None
         self._claimed_before = self.region.claimed
@@ -92,12 +93,14 @@ class Boundary:
         if not self._reason:
             try:
                 self._driver.wait(self._mark)
+                started = time.perf_counter()
                 with ExitStack() as stack:
                     tx = stack.enter_context(Transaction())
                     tx.on_undo(self._driver.synchronize)
                     self._move_pages(tx)
                     self._driver.synchronize()
                     self._held = stack.pop_all(), tx
+                self._pages_seconds = time.perf_counter() - started
             except DriverError as error:
                 self._reason = str(error)
         return not self._reason
@@ -283,6 +286,7 @@ class Boundary:
             copied_bytes=0 if move.kind is MoveKind.OFFLOAD else moved,
             seconds=time.perf_counter() - self._started,
             reason=self._reason,
+            pages_seconds=self._pages_seconds,
         )
 
 

@@ -58,6 +58,8 @@ class Outcome:
         copied_bytes: bytes copied from homes.
         seconds: from request to publish or abandon.
         reason: why the move was abandoned; empty if it was published.
+        pages_seconds: of ``seconds``, those in which pages were moved. The rest waited: for kernels queued
+            before the redirect, for the other ranks, and for the step that publishes.
     """
 
     epoch: int
@@ -68,3 +70,4 @@ class Outcome:
     copied_bytes: int
     seconds: float
     reason: str
+    pages_seconds: float = 0.0

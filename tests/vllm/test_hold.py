@@ -67,7 +67,10 @@ def test_moves_beside_steps_may_take_longer() -> None:
         arbiter.want(1)
         first = arbiter.command()
         assert first is not None and first.move is not None and first.move.levels == 1, "none is known yet"
-        outcome = Outcome(first.move.epoch, True, 1, 12, 1, 0, seconds=0.04, reason="")
+        # Beside steps, what a move waited for says nothing about how long more levels would take.
+        outcome = Outcome(
+            first.move.epoch, True, 1, 12, 1, 0, 0.4 if beside else 0.04, "", pages_seconds=0.04
+        )
         arbiter.settle(Report(outcome=outcome))
         arbiter.want(4)
         second = arbiter.command()
