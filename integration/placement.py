@@ -83,7 +83,9 @@ def place(model: nn.Module, settings: VampSettings, config: Any) -> ExpertMemory
     order = read_order(settings.record_order, len(layers), experts)
     driver = open_driver(settings, geometry, device)
     ledger = PageLedger(geometry.page_bytes)
-    slab = ExpertSlab(driver, ledger, geometry, order, lazily=True)
+    # VAMP's kernel reads no expert but where the slot table says.
+    mirror = settings.moe_kernel != "vamp"
+    slab = ExpertSlab(driver, ledger, geometry, order, lazily=True, mirror=mirror)
     counters = torch.zeros(len(layers), 1 + experts, dtype=torch.int64, device=device)
     for index, layer in enumerate(layers):
         slab.back()

@@ -31,18 +31,26 @@ class ExpertRecords:
 
     Args:
         lazily: reserve addresses only; ``back`` then puts pages behind one layer after the other.
+        mirror: put the home of a group that is out behind the group's own addresses too. Otherwise nothing
+            lies there, which spares a move most of its driver calls.
 
     Raises:
         ConfigError: a tier has no room; nothing is left behind.
     """
 
     def __init__(
-        self, driver: MemoryDriver, ledger: PageLedger, geometry: SlabGeometry, lazily: bool = False
+        self,
+        driver: MemoryDriver,
+        ledger: PageLedger,
+        geometry: SlabGeometry,
+        lazily: bool = False,
+        mirror: bool = True,
     ) -> None:
         assert ledger.page_bytes == geometry.page_bytes
         self.driver = driver
         self.ledger = ledger
         self.geometry = geometry
+        self.mirror = mirror
         self._base: list[list[int]] = []
         self._backed = 0
         if geometry.host_homes and Tier.HOST not in driver.tiers:
@@ -89,23 +97,25 @@ class ExpertRecords:
         return digest.digest()
 
     def take_out(self, tx: Transaction, layer: int, group: int, home: int) -> tuple[int, ...]:
-        """Swap the group's HBM pages for those of its valid home; the HBM pages become FREE, mapped nowhere.
+        """Take the group's HBM pages, which become FREE, mapped nowhere; its home may take their place.
 
         The undo maps the HBM pages again and copies the experts back from the home alias, since whoever got
         the pages may have overwritten them. Those copies may still run after the undo.
         """
         owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
-        pages, home_pages = self.ledger.pages(owner), self.ledger.pages(Owner(OwnerKind.HOME, layer, home))
+        pages = self.ledger.pages(owner)
         tx.on_undo(partial(self.copy_group, layer, source=self.home_alias(home), target=own))
         self._unmap(tx, layer, own, pages)
-        self._map(tx, layer, own, home_pages)
+        if self.mirror:
+            self._map(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
         self._hand_over(tx, pages, owner, FREE)
         return pages
 
     def bring_back(self, tx: Transaction, layer: int, group: int, home: int, pages: Sequence[int]) -> None:
         """Put unmapped FREE pages behind the group's own addresses and queue copies from its home alias."""
         owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
-        self._unmap(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
+        if self.mirror:
+            self._unmap(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
         self._map(tx, layer, own, pages)
         self._hand_over(tx, pages, FREE, owner)
         tx.on_undo(self.driver.synchronize)
@@ -116,8 +126,8 @@ class ExpertRecords:
         geometry = self.geometry
         for layer, part in self._layer_parts():
             size, backed = geometry.part_bytes[part], layer < self._backed
-            if backed:
-                self.driver.unmap(self.address(layer, part, 0), geometry.own_slots * size)
+            for first, end in self._own_runs(layer) if backed else ():
+                self.driver.unmap(self.address(layer, part, first), (end - first) * size)
             if backed and geometry.home_slots:
                 homes = geometry.home_slots * geometry.group * size
                 self.driver.unmap(self.address(layer, part, geometry.home_slot_base), homes)
@@ -204,6 +214,17 @@ class ExpertRecords:
             f"max_offload_ratio={asked:g}: homes need {wanted} bytes of host memory and {there} could be had;"
             f" {ratio:g} would work"
         )
+
+    def _own_runs(self, layer: int) -> Iterator[tuple[int, int]]:
+        """Stretches of own slots with pages behind them, ``(first, end)``."""
+        geometry, first = self.geometry, 0
+        for group in range(geometry.groups):
+            if not self.mirror and not self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)):
+                if first < group * geometry.group:
+                    yield first, group * geometry.group
+                first = (group + 1) * geometry.group
+        if first < geometry.own_slots:
+            yield first, geometry.own_slots
 
     def _layer_parts(self) -> Iterator[tuple[int, int]]:
         for layer in range(self.geometry.layers):

@@ -19,11 +19,12 @@ class ExpertSlab:
     """Records, home slots and slot table of all layers. For one thread at a time.
 
     A group is resident, or redirected (its experts are read through the home alias), or redirected and out
-    (its HBM pages are gone and its home lies behind its own addresses too).
+    (its HBM pages are gone; behind its own addresses lies its home too, or nothing).
 
     Args:
         order: per layer, ``order[layer][expert]`` is the record that the expert takes; default its index.
         lazily: reserve addresses only, and let ``back`` put pages behind them.
+        mirror: keep own addresses readable while a group is out, for kernels that know no slot table.
 
     Raises:
         ConfigError: a tier has no room (nothing is left behind), or ``order`` is no permutation.
@@ -40,6 +41,7 @@ class ExpertSlab:
         geometry: SlabGeometry,
         order: Sequence[Sequence[int]] | None = None,
         lazily: bool = False,
+        mirror: bool = True,
     ) -> None:
         layers, experts = range(geometry.layers), range(geometry.experts)
         self.geometry = geometry
@@ -53,7 +55,7 @@ class ExpertSlab:
         self._redirected: list[set[int]] = [set() for _ in layers]
         self._checksums: list[list[bytes]] = []
         self.ledger = ledger
-        self._records = ExpertRecords(driver, ledger, geometry, lazily)
+        self._records = ExpertRecords(driver, ledger, geometry, lazily, mirror)
         self._driver = driver
 
     @property
@@ -77,6 +79,11 @@ class ExpertSlab:
     def record(self, layer: int, expert: int) -> int:
         """The expert's own slot."""
         return self._order[layer][expert]
+
+    def readable(self, layer: int, expert: int) -> bool:
+        """Whether something lies behind the expert's own address."""
+        group = self.record(layer, expert) // self.geometry.group
+        return self._records.mirror or bool(self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)))
 
     def experts_of(self, layer: int, group: int) -> list[int]:
         """Experts whose records are in ``group``, by record."""
@@ -159,7 +166,7 @@ class ExpertSlab:
         self._redirected[layer].remove(group)
 
     def take_out(self, tx: Transaction, layer: int, group: int) -> tuple[int, ...]:
-        """Put the home behind a redirected group's own addresses; its HBM pages, now FREE and unmapped."""
+        """Take the HBM pages of a redirected group from its own addresses; they are FREE and unmapped now."""
         assert group in self._redirected[layer] and group not in self._out[layer]
         return self._records.take_out(tx, layer, group, self._valid_home(layer, group))
 
@@ -194,11 +201,14 @@ class ExpertSlab:
     def verify(self, layer: int, expert: int) -> None:
         """Hold the expert's bytes, where the slot table says and at its own address, against ``seal``.
 
+        Nothing lies at the own addresses of groups that are out without ``mirror``.
+
         Raises:
             IntegrityError: naming layer, expert and slot.
         """
         assert self._checksums, "seal() comes first"
-        for slot in sorted({self.slot_table[layer][expert], self.record(layer, expert)}):
+        own = {self.record(layer, expert)} if self.readable(layer, expert) else set()
+        for slot in sorted({self.slot_table[layer][expert], *own}):
             if self._records.checksum(layer, slot) != self._checksums[layer][expert]:
                 raise IntegrityError(f"layer {layer}, expert {expert}: the bytes at slot {slot} have changed")
 
@@ -209,6 +219,8 @@ class ExpertSlab:
 
     def check_integrity(self) -> None:
         """Own addresses are backed, by HBM or by a valid home, and the slot table names nothing else.
+
+        Without ``mirror`` they are not backed where a group is out.
 
         Holds between any two steps of a move.
 

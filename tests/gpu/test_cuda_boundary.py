@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.boundary_suite import OFFLOAD, RESTORE, SWAP, BoundarySuite, FaultSuite, move, swaps
 from support.hashed_moves import move_and_compare
-from support.rigs import DENSE, RECORDS, Rig, Shape, build_rig
+from support.rigs import RECORDS, SHAPES, Rig, Shape, build_rig
 
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.driver import Tier
@@ -53,7 +53,7 @@ def test_kernels_read_the_same_experts_at_every_level(driver: CudaDriver) -> Non
             assert torch.equal(own_records(rig, layer), expected)
 
 
-@pytest.mark.parametrize("shape", [RECORDS, DENSE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_thousand_moves_leave_every_expert(driver: CudaDriver, shape: Shape) -> None:
     rig = build_rig(driver, shape)
     move_and_compare(rig, CUDA, moves=1000)

@@ -31,6 +31,7 @@ class Shape:
     staging: int = 0
     spare_homes: int = 0
     peer_homes: int = 0
+    mirror: bool = True
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
@@ -50,12 +51,15 @@ class Shape:
 RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, positions=1, staging=8)
 # Dense w13 and w2, a group of three pages for each expert; a KV tail for each of three positions.
 DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
-SHAPES = (RECORDS, DENSE)
+# Own addresses lead nowhere while a group is out.
+BARE = replace(RECORDS, name="records, bare", mirror=False)
+SHAPES = (RECORDS, DENSE, BARE)
 # The same with homes in a peer: of some groups, and of all.
 PEER_SHAPES = (
     replace(RECORDS, name="records, peer", peer_homes=1),
     replace(DENSE, name="dense, peer", peer_homes=2),
     replace(RECORDS, name="records, all in peer", peer_homes=3),
+    replace(BARE, name="records, bare, peer", peer_homes=1),
 )
 
 
@@ -87,8 +91,10 @@ class Rig:
         return self.slab.geometry
 
     def expert(self, layer: int, expert: int, slot: int | None = None) -> bytes:
-        """The expert's bytes at its own address, or at ``slot``."""
-        at = self.slab.record(layer, expert) if slot is None else slot
+        """The expert's bytes at its own address, if there are any, or at ``slot``."""
+        own = self.slab.record(layer, expert)
+        at = own if self.slab.readable(layer, expert) else self.slab.slot_table[layer][expert]
+        at = at if slot is None else slot
         parts = enumerate(self.geometry.part_bytes)
         return b"".join(self.driver.read(self.slab.address(layer, part, at), size) for part, size in parts)
 
@@ -129,7 +135,7 @@ class Rig:
         self.slab.verify_all()
         for layer, row in enumerate(self.weights):
             for expert, data in enumerate(row):
-                for slot in {self.slab.record(layer, expert), self.slab.slot_table[layer][expert]}:
+                for slot in (None, self.slab.slot_table[layer][expert]):
                     assert self.expert(layer, expert, slot) == data
 
     def moved(self, outcome: Outcome) -> Outcome:
@@ -154,7 +160,7 @@ def build_rig(
     """A loaded rank: random experts, homes filled up to ``homes`` bytes, half of the KV blocks claimed."""
     geometry = shape.slab(driver.granularity)
     ledger = PageLedger(geometry.page_bytes)
-    slab = ExpertSlab(driver, ledger, geometry, order)
+    slab = ExpertSlab(driver, ledger, geometry, order, mirror=shape.mirror)
     region = KVRegion(driver, ledger, shape.kv(geometry), shape.pages)
     ledger.seal()
     source = random.Random(seed)
