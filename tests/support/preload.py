@@ -10,6 +10,6 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-# An engine collects garbage several times while it starts; what was imported is none and need not be searched.
+# An engine collects garbage several times while it starts; what was imported is none, and is not searched.
 gc.collect()
 gc.freeze()
