@@ -18,7 +18,7 @@ VAMP_KINDS = {
     "paper": ("region", False),
     "direct": ("off", True),
     "auto": ("auto", True),
-    "measured": ("off", True),
+    "measured": ("auto", True),
     "spill": ("auto", True),
     "fixed": ("off", False),
 }

@@ -21,7 +21,7 @@ from vamp_integration.host_reads import experts_in
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import Tier
 
-CHANGEABLE = ("policy", "max_offload_ratio", "restore")
+CHANGEABLE = ("policy", "max_offload_ratio", "restore", "prefill_share")
 
 # On the scheduler: between two steps, by the thread that steps the engine.
 
@@ -48,6 +48,7 @@ def configure(scheduler: Any, values: Mapping[str, Any]) -> None:
     arbiter.costs = engine_costs(chosen, hf_config, current_platform.is_cpu())
     arbiter.controller.limit = arbiter.costs.parameters.max_level(capacity.experts, capacity.group)
     scheduler.shrinker.settings = chosen
+    scheduler.paced.pace.share = chosen.prefill_share
     forget(scheduler)
 
 

@@ -145,13 +145,19 @@ METRICS = (
         "Steps in which only such copies kept a free tail from being given back.",
         counter=True,
     ),
+    Metric(
+        "steps_without_prefills",
+        "Steps in which prefills were held back so that a pass over the experts on the host serves several.",
+        counter=True,
+    ),
     Metric("cordons_given_up", "Restores given up because their blocks did not become free.", counter=True),
 )
 
 
-def values(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, int]:
+def values(arbiter: Arbiter, host_read_bandwidth: float, held_steps: int = 0) -> dict[str, int]:
     """The state of every series, keyed by ``Metric.key``; the rate is the hardware profile's, in B/s."""
     given = _gauges(arbiter) | _counters(arbiter, host_read_bandwidth)
+    given["steps_without_prefills"] = {"": held_steps}
     return {
         metric.key(value): round(given[metric.name].get(value, 0) / metric.unit)
         for metric in METRICS

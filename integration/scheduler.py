@@ -29,6 +29,7 @@ from vamp_integration.kv_offload import VampOffloadingConnector
 from vamp_integration.measured import engine_facts
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
+from vamp_integration.prefill_pace import PacedPrefills
 from vamp_integration.reselect import Reselector
 from vamp_integration.shrink import Shrinker
 
@@ -43,6 +44,7 @@ class VampSchedulerMixin:
     arbiter: Arbiter
     shrinker: Shrinker
     reselector: Reselector
+    paced: PacedPrefills
     left_waiting: int = 0
     _figures_sent_at: float = 0.0
 
@@ -59,6 +61,7 @@ class VampSchedulerMixin:
         self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
+        self.paced = PacedPrefills(self.arbiter, chosen.prefill_share, self._host_read_bandwidth)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
         connector, kv = self.connector, self.kv_cache_config  # type: ignore[attr-defined]
         if connector is not None:
@@ -68,14 +71,16 @@ class VampSchedulerMixin:
             self.arbiter.host_kv = VampOffloadingConnector.adopt(connector, load_s)
         self.measure()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.arbiter.begin_step()
         self.shrinker.begin_step(self.left_waiting)
         self.reselector.begin_step()
         measured = self.arbiter.measured
         if measured is not None:
             measured.order(self.waiting)  # type: ignore[attr-defined]
-        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        throttle = throttle_prefills or self.paced.hold(self)
+        output: SchedulerOutput = super().schedule(throttle)  # type: ignore[misc]
+        self.paced.scheduled(output)
         # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
         self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
         put_command(output, self.arbiter.command())
@@ -100,7 +105,8 @@ class VampSchedulerMixin:
         # Not in every step, for what it costs; but what an idle engine has sent last must be the latest.
         if idle or now - self._figures_sent_at >= FIGURES_EVERY_S:
             self._figures_sent_at = now
-            metrics.put(stats, metrics.values(self.arbiter, self._host_read_bandwidth))
+            held = self.paced.pace.held_steps
+            metrics.put(stats, metrics.values(self.arbiter, self._host_read_bandwidth, held))
         return stats
 
     def has_requests(self) -> bool:

@@ -41,6 +41,8 @@ class VampSettings:
         record_order: path of a routing profile (JSON, a permutation per layer); empty means by index.
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
+        prefill_share: while others decode, most of the time that prefill steps may take for reading experts
+            on the host: with 0.5, as long again passes before the next. 1 holds none back.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
         moe_kernel: ``vamp``, on a GPU, is VAMP's own; ``vllm`` leaves vLLM's kernel, which reads an expert at
             its own address, so that moves hold steps up; ``auto`` takes VAMP's where it computes the layer.
@@ -66,6 +68,7 @@ class VampSettings:
     record_order: str = ""
     restore: bool = True
     max_bubble_ms: float = 30.0
+    prefill_share: float = 0.5
     max_cordon_s: float = 30.0
     moe_kernel: str = "auto"
     staging: str = "auto"
@@ -89,6 +92,8 @@ class VampSettings:
         for name in ("max_bubble_ms", "max_cordon_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
+        if not 0 < self.prefill_share <= 1:
+            raise ConfigError(f"prefill_share: {self.prefill_share} is not above 0 and at most 1; try 0.5")
         if self.moe_kernel not in MOE_KERNELS:
             raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'auto'")
         if self.staging not in STAGING_MODES:

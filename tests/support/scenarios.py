@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -559,6 +560,49 @@ def shrinking(model: str, kv_mib: int, count: int = 8, length: int = 700, **opti
     log["again"] = rig.generate(sessions[:2], 8)
     rig.check()
     return {**log, **{f"report_{k}": v for k, v in rig.report().items()}}
+
+
+def paced(model: str, *, read_s: float, share: float, max_tokens: int, **options: Any) -> dict[str, Any]:
+    """One request decodes; another comes right after the first's prefill. Steps of each kind, by time.
+
+    Experts of one level are out, and the link is so slow that reading them takes ``read_s``.
+    """
+    from vllm import SamplingParams
+
+    from vamp_integration import configure
+
+    rig = Rig(model, vamp={"prefill_share": share}, kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, **options)
+    warm, first, second = prompts(1, 3, 40)
+    rig.generate([warm])
+    configure.hold(rig.scheduler, 1)
+    rig.settle()
+    paced, scheduled = rig.scheduler.paced, []
+    paced._bandwidth = rig.scheduler.arbiter.controller.capacity.level_bytes / read_s
+    schedule = rig.scheduler.schedule
+
+    def note(*arguments: Any) -> Any:
+        at = time.monotonic()
+        output = schedule(*arguments)
+        if output.num_scheduled_tokens:
+            prefills = sum(tokens > 1 for tokens in output.num_scheduled_tokens.values())
+            scheduled.append((at, prefills, len(output.num_scheduled_tokens)))
+        return output
+
+    rig.scheduler.schedule = note
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    tokens: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in rig.engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+
+    for name, tokens_of in (("first", first), ("second", second)):
+        rig.engine.add_request(name, {"prompt_token_ids": tokens_of}, sampling)
+        step()
+    while rig.engine.has_unfinished_requests():
+        step()
+    return {"read_s": paced.read_s, "held": paced.pace.held_steps, "steps": scheduled, "tokens": tokens}
 
 
 def reconfigured(model: str, kv_mib: int) -> Any:

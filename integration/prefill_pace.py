@@ -1,0 +1,52 @@
+"""Hook: prefills are held for some steps, so that a pass over the experts on the host serves several prompts.
+
+What: with experts out of HBM, while the time since the last prefill step is short
+(``vamp_runtime.policy.pace``), vLLM is told to throttle prefills: it then admits no waiting request and puts
+chunks of long prompts off, if others decode and the last prefill step left nobody waiting. Why: vLLM prefills
+as soon as there is room, and each such step makes all that decode wait for a pass over all host experts. How:
+the argument of ``schedule`` (``vllm/v1/core/sched/scheduler.py``) that balances prefills of data-parallel
+ranks. It goes when vLLM can be told what a prefill step costs beside its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vamp_integration.arbiter import Arbiter
+from vamp_runtime.memory.driver import Tier
+from vamp_runtime.policy.pace import PrefillPace
+
+
+class PacedPrefills:
+    """One scheduler's pace; for the scheduler's thread only.
+
+    Args:
+        share: setting ``prefill_share``.
+        bandwidth: bytes/s at which a kernel reads host memory.
+    """
+
+    def __init__(self, arbiter: Arbiter, share: float, bandwidth: float) -> None:
+        self.pace = PrefillPace(share)
+        self._arbiter, self._bandwidth = arbiter, bandwidth
+
+    def hold(self, scheduler: Any) -> bool:
+        """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
+        waiting = bool(scheduler.waiting) or any(request.is_prefill_chunk for request in scheduler.running)
+        return self.pace.hold(time.monotonic(), self.read_s, waiting)
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            self.pace.prefilled(time.monotonic())
+
+    @property
+    def read_s(self) -> float:
+        """Seconds in which a rank reads every expert that it has out on the host."""
+        controller, capacity = self._arbiter.controller, self._arbiter.controller.capacity
+        if capacity is None or not controller.level:
+            return 0.0
+        memory = self._arbiter.journal.memory
+        on_host = memory.home_pages.get(Tier.HOST.value, 0) * memory.page_bytes
+        return min(controller.level * capacity.level_bytes, on_host) / self._bandwidth

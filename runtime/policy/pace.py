@@ -1,0 +1,45 @@
+"""When a prefill step may follow another while experts are out of HBM.
+
+A step of many tokens touches nearly every expert that is out, and reads all of them over the link, whether it
+prefills one prompt or ten: a third of a second for a quarter of the experts of 24 layers of Qwen3-Next.
+Requests that arrive one after another would each cost all that decode such a step. Held back, they share one.
+"""
+
+from __future__ import annotations
+
+# Reads shorter than this are about a step of their own; nothing is won by holding requests back.
+LEAST_READ_S = 0.01
+
+
+class PrefillPace:
+    """Keeps prefill steps to a share of the time. What has nothing else to do need not ask.
+
+    Args:
+        share: of the time that steps with prefills may take for their reads; 1 never holds a request.
+
+    Attributes:
+        held_steps: steps in which waiting requests were held.
+    """
+
+    def __init__(self, share: float) -> None:
+        assert 0 < share <= 1
+        self.share = share
+        self.held_steps = 0
+        self._last_s = float("-inf")
+
+    def hold(self, now_s: float, read_s: float, waiting: bool) -> bool:
+        """Whether prefills should wait in this step.
+
+        Args:
+            read_s: seconds of host reads of a step that touches every expert out of HBM.
+            waiting: whether there is a request to hold.
+        """
+        if not waiting or self.share == 1 or read_s < LEAST_READ_S:
+            return False
+        held = now_s < self._last_s + read_s / self.share
+        self.held_steps += held
+        return held
+
+    def prefilled(self, now_s: float) -> None:
+        """A step with prefill tokens was scheduled."""
+        self._last_s = now_s

@@ -1,0 +1,42 @@
+"""Prefills that are held back beside decoding, in a real engine; and the hook that vLLM has for it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from support.engine import run_scenario
+
+pytestmark = pytest.mark.vllm
+
+
+def test_vllm_can_still_be_told_to_throttle_prefills() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    assert "throttle_prefills" in inspect.signature(Scheduler.schedule).parameters
+    assert "defer_prefills and request.is_prefill_chunk" in source and "prefill_capacity_bound" in source
+
+
+def test_prompts_wait_for_a_pass_of_their_own_while_others_decode(tiny_model: Path) -> None:
+    read_s, share = 0.4, 0.5
+    run = run_scenario("paced", tiny_model, read_s=read_s, share=share, max_tokens=200)
+    free = run_scenario("paced", tiny_model, read_s=read_s, share=1.0, max_tokens=200)
+    assert run["read_s"] == free["read_s"] == pytest.approx(read_s)
+    for found in (run, free):
+        begun = [at for at, prefills, _ in found["steps"] if prefills]
+        assert len(begun) == 2 and [len(tokens) for tokens in found["tokens"].values()] == [200, 200]
+        between = [prefills for at, prefills, _ in found["steps"] if begun[0] < at < begun[1]]
+        if found is run:
+            assert begun[1] - begun[0] >= read_s / share and len(between) + 1 >= run["held"] > 5
+        else:
+            assert found["held"] == 0 and not between
+
+
+def test_a_prompt_that_holds_nobody_up_does_not_wait(tiny_model: Path) -> None:
+    """The first request has ended when the second comes: nothing else could be done meanwhile."""
+    run = run_scenario("paced", tiny_model, read_s=5.0, share=0.1, max_tokens=1)
+    assert len(run["tokens"]) == 2
+    (first, *_), (second, *_) = run["steps"]
+    assert second - first < 5.0
