@@ -104,9 +104,9 @@ class ServeEngine(VllmEngine):
             configure.forget(self.scheduler)
             return
         self._stage(arm.staging)
-        chosen: dict[str, Any] = {"policy": arm.policy, "max_offload_ratio": arm.ratio, "restore": arm.restore}
+        chosen = {"policy": arm.policy, "max_offload_ratio": arm.ratio, "restore": arm.restore}
         if arm.kind == "paper":
-            chosen["prefill_share"] = 1.0
+            chosen |= {"prefill_share": 1.0}
         configure.configure(self.scheduler, chosen)
         if arm.kind == "fixed":
             self.to_level(self.levels(arm.ratio))

@@ -19,6 +19,9 @@ from vamp_integration.arbiter import Arbiter
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.policy.pace import PrefillPace
 
+# Chunks of hybrid models end at block boundaries, short of the budget.
+FULL = 0.9
+
 
 class PacedPrefills:
     """One scheduler's pace; for the scheduler's thread only.
@@ -37,8 +40,10 @@ class PacedPrefills:
         waiting = bool(scheduler.waiting) or any(request.is_prefill_chunk for request in scheduler.running)
         return self.pace.hold(time.monotonic(), self.read_s, waiting)
 
-    def scheduled(self, output: SchedulerOutput) -> None:
-        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+    def scheduled(self, output: SchedulerOutput, budget: int) -> None:
+        """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts."""
+        tokens = output.total_num_scheduled_tokens
+        if len(output.num_scheduled_tokens) < tokens < FULL * budget:
             self.pace.prefilled(time.monotonic())
 
     @property

@@ -80,7 +80,7 @@ class VampSchedulerMixin:
             measured.order(self.waiting)  # type: ignore[attr-defined]
         throttle = throttle_prefills or self.paced.hold(self)
         output: SchedulerOutput = super().schedule(throttle)  # type: ignore[misc]
-        self.paced.scheduled(output)
+        self.paced.scheduled(output, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
         # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
         self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
         put_command(output, self.arbiter.command())

@@ -41,5 +41,5 @@ class PrefillPace:
         return held
 
     def prefilled(self, now_s: float) -> None:
-        """A step with prefill tokens was scheduled."""
+        """A step was scheduled that prefills, and could have prefilled more."""
         self._last_s = now_s

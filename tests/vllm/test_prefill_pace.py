@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.engine import run_scenario
@@ -40,3 +42,25 @@ def test_a_prompt_that_holds_nobody_up_does_not_wait(tiny_model: Path) -> None:
     assert len(run["tokens"]) == 2
     (first, *_), (second, *_) = run["steps"]
     assert second - first < 5.0
+
+
+def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
+    """A long prompt's chunks follow each other as without VAMP: none of them could have served another."""
+    from vamp_integration.prefill_pace import PacedPrefills
+
+    home = SimpleNamespace(home_pages={"host": 100}, page_bytes=1 << 20)
+    capacity = SimpleNamespace(level_bytes=10 << 20)
+    arbiter: Any = SimpleNamespace(
+        controller=SimpleNamespace(level=5, capacity=capacity), journal=SimpleNamespace(memory=home)
+    )
+    paced = PacedPrefills(arbiter, share=0.5, bandwidth=1 << 20)
+    assert paced.read_s == 50.0
+    scheduler = SimpleNamespace(waiting=[object()], running=[])
+    for tokens, requests, held in ((950, 2, False), (4, 4, False), (500, 2, True)):
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=tokens, num_scheduled_tokens=dict.fromkeys(range(requests))
+        )
+        paced.scheduled(output, budget=1000)
+        assert paced.hold(scheduler) is held
+    arbiter.controller.level = 20
+    assert paced.read_s == 100.0, "no more than there is on the host"
