@@ -78,11 +78,12 @@ class VampSchedulerMixin:
         measured = self.arbiter.measured
         if measured is not None:
             measured.order(self.waiting)  # type: ignore[attr-defined]
-        throttle = throttle_prefills or self.paced.hold(self)
-        output: SchedulerOutput = super().schedule(throttle)  # type: ignore[misc]
+        held = self.paced.hold(self)
+        output: SchedulerOutput = super().schedule(throttle_prefills or held)  # type: ignore[misc]
         self.paced.scheduled(output, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
-        # Requests that have only just arrived are no sign of pressure; those that were not admitted are.
-        self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
+        # Requests that have just arrived or are held back are no sign of pressure; those not admitted are.
+        if not held:
+            self.left_waiting = len(self.waiting)  # type: ignore[attr-defined]
         put_command(output, self.arbiter.command())
         if measured is not None:
             measured.step(output.total_num_scheduled_tokens)
