@@ -28,8 +28,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vamp_integration import settings
 from vamp_integration.cold_reads import LevelCounts
-from vamp_integration.commands import Report, get_command, put_report
+from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_runtime.controller import Capacity
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.move import Move, Outcome
 from vamp_runtime.policy.measured import lognormal_shares
 
@@ -178,7 +179,9 @@ class ModelledWorker:
     def __init__(self, model: StepModel) -> None:
         self.model = model
         self.level = 0
-        self._report: Report | None = Report(capacity=self._capacity())
+        pages = model.max_level * model.layers
+        memory = MemoryFigures(page_bytes=model.expert_bytes, home_pages={Tier.HOST.value: pages})
+        self._report: Report | None = Report(capacity=self._capacity(), memory=memory)
         self._move: Move | None = None
         self._moves_since = self._moved_at = 0.0
         self._steps = self._tokens = 0
