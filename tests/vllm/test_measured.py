@@ -141,7 +141,7 @@ def test_another_kind_of_cache_is_refused() -> None:
 
 def test_whole_sessions_are_kept_where_lru_loses_all(tiny_model: Path) -> None:
     """Twelve sessions take turns in a pool for fewer; no expert may leave, so that order alone decides."""
-    work = {"seed": 8, "count": 12, "length": 400, "growth": 20, "turns": 3, "max_tokens": 2, "kv_mib": 4}
+    work = {"seed": 8, "count": 12, "length": 400, "growth": 20, "turns": 5, "max_tokens": 2, "kv_mib": 4}
     runs = {
         policy: run_scenario(
             "rounds",
