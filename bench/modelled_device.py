@@ -256,7 +256,6 @@ class ModelledExecutor(Executor):
         self._lengths: dict[str, int] = {}
         self._answer: Pending | None = None
         self.vamp = ModelledWorker(self.model) if settings.of(self.vllm_config) else None
-        self.log: list[tuple[float, float, int, int, int]] = []
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -290,7 +289,6 @@ class ModelledExecutor(Executor):
         if prompt + decode:
             seconds = self.model.step_s(prompt, decode, context, level, self.region and level > 0)
             self._free_at = max(now, before) + seconds
-            self.log.append((now, seconds, prompt, decode, level))
         report = self.vamp.take_report() if self.vamp else None
         if report is not None:
             output = put_report(output, report)

@@ -143,7 +143,6 @@ def warm_up(engine: ModelledEngine) -> None:
 
 def measure(engine: ModelledEngine, arm: Arm, trace: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     engine.reset(arm)
-    engine.device.log.clear()
     sessions = len(trace.sessions)
     seed = zlib.crc32(f"0 {arm.name} {sessions}".encode())
     progress: list[dict[str, Any]] = []

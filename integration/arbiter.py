@@ -26,6 +26,7 @@ from vamp_runtime.policy.decide import Action, Decision, Situation, decide
 
 # Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
 BESIDE_STEPS_S = 0.25
+# Shortest, so that the time of a level is never 0.
 LEAST_MOVE_S = 1e-4
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
 RETRY_S = 5.0

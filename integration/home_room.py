@@ -16,11 +16,6 @@ from vamp_runtime.memory.host_memory import HostMemory, Room, read_host_memory, 
 _trial = functools.cache(try_allocation)
 
 
-def home_bytes(geometry: SlabGeometry) -> int:
-    """Host memory that one rank's home pages take; those in a peer take none."""
-    return geometry.host_home_bytes
-
-
 def fitting_ratio(geometry: SlabGeometry, room: int) -> float:
     """The largest ``max_offload_ratio``, in hundredths, whose homes of one rank fit into ``room`` bytes."""
     on_host = room // (geometry.layers * geometry.group_bytes)
@@ -46,7 +41,7 @@ def check_homes(
     Raises:
         ConfigError: ``host_gib`` or the host has less; one line with a ratio that would fit.
     """
-    each = home_bytes(geometry)
+    each = geometry.host_home_bytes
     limit = int(settings.host_gib * 2**30)
     if settings.host_gib and each > limit:
         raise ConfigError(

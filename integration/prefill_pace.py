@@ -37,8 +37,11 @@ class PacedPrefills:
 
     def hold(self, scheduler: Any) -> bool:
         """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
+        read_s = self.read_s
+        if not read_s:  # nothing is out: who waits need not be looked for
+            return False
         waiting = bool(scheduler.waiting) or any(request.is_prefill_chunk for request in scheduler.running)
-        return self.pace.hold(time.monotonic(), self.read_s, waiting)
+        return self.pace.hold(time.monotonic(), read_s, waiting)
 
     def scheduled(self, output: SchedulerOutput, budget: int) -> None:
         """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts."""

@@ -17,7 +17,7 @@ from vamp_integration import settings
 from vamp_integration.doctor.checks import Needs, diagnose
 from vamp_integration.doctor.findings import Finding
 from vamp_integration.doctor.probe import probe
-from vamp_integration.home_room import check_homes, home_bytes
+from vamp_integration.home_room import check_homes
 from vamp_integration.plan import check_plan, hardware_profile
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
@@ -86,7 +86,7 @@ def model_needs(name: str, config: Any, chosen: settings.VampSettings, ranks: in
         geometry = check_plan(chosen, config, ranks, None, device)
         if geometry is None:
             return Needs(name)
-        return Needs(name, home_bytes(geometry), ranks, check_homes(chosen, geometry, ranks))
+        return Needs(name, geometry.host_home_bytes, ranks, check_homes(chosen, geometry, ranks))
     except (ConfigError, ProfileError) as error:
         return Needs(name, problem=str(error))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.qwen3_next import CONFIG
 from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda
 
 from vamp_integration.cli import doctor as command
@@ -253,15 +254,6 @@ def test_the_exit_status_tells_whether_something_blocks(
     report = json.loads(capsys.readouterr().out)
     assert report["blocked"] is False and report["facts"]["gpu"]["name"] == "NVIDIA H200"
     assert [each["check"] for each in report["findings"] if each["status"] == "warning"] == ["GPU"]
-
-
-CONFIG = {
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-}
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vamp_integration.home_room import check_homes, fitting_ratio, home_bytes
+from vamp_integration.home_room import check_homes, fitting_ratio
 from vamp_integration.settings import VampSettings
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.geometry import SlabGeometry
@@ -113,7 +113,7 @@ GEOMETRY = SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, 0.25)
 
 
 def test_homes_of_every_rank_have_to_fit() -> None:
-    assert home_bytes(GEOMETRY) == 18 * GIB
+    assert GEOMETRY.host_home_bytes == 18 * GIB
     settings = VampSettings()
     roomy = HostMemory(total=64 * GIB, available=40 * GIB, cgroup=None)
     assert check_homes(settings, GEOMETRY, 2, roomy, no_trial).nbytes == 40 * GIB
@@ -154,7 +154,7 @@ def test_nothing_is_asked_of_a_host_without_homes() -> None:
 def test_the_ratio_that_is_named_fits(room: int) -> None:
     ratio = fitting_ratio(GEOMETRY, room)
     assert 0 <= ratio <= 1
-    assert home_bytes(SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, ratio)) <= room
+    assert SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, ratio).host_home_bytes <= room
 
 
 def test_the_users_own_limit_names_both_ways_out() -> None:
@@ -165,5 +165,5 @@ def test_the_users_own_limit_names_both_ways_out() -> None:
     found = re.search(r"max_offload_ratio (\S+)$", str(caught.value))
     assert (
         found is not None
-        and home_bytes(SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, float(found.group(1)))) <= 10 * GIB
+        and SlabGeometry.plan(24, 512, (6 << 20,), 2 << 20, float(found.group(1))).host_home_bytes <= 10 * GIB
     )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.qwen3_next import CONFIG
 from support.rigs import Shape, build_rig
 from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda
 
@@ -26,13 +27,6 @@ from vamp_runtime.memory.move import Swap
 from vamp_runtime.memory.peer import Peer, choose_peer, find_peers
 
 GIB = 1 << 30
-CONFIG = {
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-}
 
 
 @pytest.fixture
@@ -192,7 +186,7 @@ def test_peer_homes_take_no_host_memory() -> None:
     with pytest.raises(ConfigError, match=r"max_offload_ratio: 0\.25 needs 18\.00 GiB of host memory"):
         home_room.check_homes(ratio, geometry(ratio), 1, tight)
     both = replace(ratio, peer_hbm_gib=4.5)
-    assert home_room.home_bytes(geometry(both)) == 18 * GIB - geometry(both).peer_home_bytes
+    assert geometry(both).host_home_bytes == 18 * GIB - geometry(both).peer_home_bytes
     home_room.check_homes(both, geometry(both), 1, tight)
     assert home_room.fitting_ratio(geometry(both), 14 * GIB) >= 0.25
     assert home_room.fitting_ratio(geometry(both), 0) == 0.06
