@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 from vamp_runtime.errors import ConfigError, DriverError
 from vamp_runtime.memory.driver import DriverUsage, Tier
@@ -92,22 +94,28 @@ class AddressSpace:
         assert self._uses[handle] == 0
         del self.handles[handle], self._uses[handle]
 
-    def check_map(self, address: int, handle: int) -> Handle:
-        found = self._handle("map", handle)
-        if address % self.granularity:
-            raise DriverError("map", f"{address:#x} is not a multiple of {self.granularity}")
-        self._check_reserved("map", address, found.nbytes)
-        if self.mappings(address, found.nbytes):
-            raise DriverError("map", f"part of {found.nbytes} bytes at {address:#x} is backed already")
-        return found
+    def check_map(self, address: int, handles: Sequence[int]) -> list[Mapping]:
+        """The mappings that ``handles`` one behind the other make from ``address`` on."""
+        sizes = [self._handle("map", handle).nbytes for handle in handles]
+        if not sizes or address % self.granularity:
+            raise DriverError("map", f"{len(sizes)} handles at {address:#x}, granularity {self.granularity}")
+        nbytes = sum(sizes)
+        self._check_reserved("map", address, nbytes)
+        if self.mappings(address, nbytes):
+            raise DriverError("map", f"part of {nbytes} bytes at {address:#x} is backed already")
+        starts = accumulate(sizes[:-1], initial=address)
+        return [Mapping(*each) for each in zip(starts, sizes, handles, strict=True)]
 
-    def add_mapping(self, address: int, handle: int) -> None:
-        assert address not in self._mappings
-        self._mappings[address] = Mapping(address, self.handles[handle].nbytes, handle)
-        insort(self._starts, address)
-        self._uses[handle] += 1
+    def add_mappings(self, found: list[Mapping]) -> None:
+        """Enter neighbouring mappings, as ``check_map`` returned them."""
+        first = bisect_left(self._starts, found[0].address)
+        self._starts[first:first] = [mapping.address for mapping in found]
+        for mapping in found:
+            assert mapping.address not in self._mappings
+            self._mappings[mapping.address] = mapping
+            self._uses[mapping.handle] += 1
 
-    def drop_mappings(self, found: list[Mapping]) -> None:
+    def drop_mappings(self, found: Sequence[Mapping]) -> None:
         """Forget neighbouring mappings, as ``check_whole`` returned them, and their access."""
         first = bisect_left(self._starts, found[0].address)
         assert self._starts[first : first + len(found)] == [mapping.address for mapping in found]
@@ -156,11 +164,13 @@ class AddressSpace:
             raise DriverError("copy", f"{nbytes} bytes at {target:#x} and {source:#x} overlap")
         return found
 
+    def runs(self, found: Sequence[Mapping]) -> list[list[Mapping]]:
+        """Neighbouring mappings cut where memory of another tier begins: what one call may span."""
+        return [list(run) for _, run in groupby(found, lambda mapping: self.handles[mapping.handle].tier)]
+
     def seams(self, address: int, nbytes: int) -> list[int]:
         """Offsets inside a fully mapped range at which memory of another tier begins."""
-        found = self.mappings(address, nbytes)
-        tiers = [self.handles[mapping.handle].tier for mapping in found]
-        return [found[i].address - address for i in range(1, len(found)) if tiers[i] is not tiers[i - 1]]
+        return [run[0].address - address for run in self.runs(self.mappings(address, nbytes))[1:]]
 
     def tier_at(self, address: int) -> Tier:
         """Tier of the memory behind one mapped address."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from vamp_runtime.errors import ConfigError, DriverError, StateLost
 from vamp_runtime.memory.address_space import AddressSpace, Handle, Mapping, check_budgets
 from vamp_runtime.memory.cuda_api import CudaApi, access_list, allocation_prop, require_tiers
+from vamp_runtime.memory.cuda_marks import CudaMarks
 from vamp_runtime.memory.driver import DriverUsage, Tier
 from vamp_runtime.memory.transaction import Transaction
 
@@ -22,21 +24,15 @@ T = TypeVar("T")
 
 
 def _locked(call: Callable[P, T]) -> Callable[P, T]:
-    """Hold the driver's lock, the first argument's, for the length of a call."""
+    """Hold the lock of the driver, the first argument, and keep its context current, for a whole call."""
 
     @functools.wraps(call)
     def inside(*args: P.args, **named: P.kwargs) -> T:
-        with args[0]._lock:  # type: ignore[attr-defined]
+        driver: Any = args[0]
+        with driver._lock, driver._api.held():
             return call(*args, **named)
 
     return inside
-
-
-@dataclass(eq=False)
-class CudaMark:
-    """An event on the compute stream; ``None`` once it has been seen to pass."""
-
-    event: Any
 
 
 class CudaDriver:
@@ -72,12 +68,10 @@ class CudaDriver:
         if budgets is not None:
             check_budgets(budgets)
         self._used = dict.fromkeys(self._tiers, 0)
-        self._compute_stream = compute_stream
-        self._idle_events: list[Any] = []
-        self._marks: set[CudaMark] = set()
         self._busy: set[int] = set()
         self._lock = threading.RLock()
         self._api = CudaApi(device)
+        self._marks = CudaMarks(self._api, compute_stream)
         try:
             require_tiers(self._api, self._tiers, peer)
             ordered = [tier for tier in Tier if tier in self._tiers]
@@ -137,24 +131,25 @@ class CudaDriver:
         self._used[found.tier] -= found.nbytes
 
     @_locked
-    def map(self, address: int, handle: int) -> None:
-        found = self._space.check_map(address, handle)
-        self._api.call("cuMemMap", address, found.nbytes, 0, found.raw, 0)
-        self._space.add_mapping(address, handle)
+    def map(self, address: int, *handles: int) -> None:
+        found = self._space.check_map(address, handles)
+        for index, mapping in enumerate(found):
+            try:
+                self._map(mapping)
+            except DriverError as error:
+                self._restore(found[:index], error, unmap=True, remap=False)
+        self._space.add_mappings(found)
 
     @_locked
     def set_access(self, address: int, nbytes: int) -> None:
         found = self._space.check_whole("set_access", address, nbytes)
-        opened = [mapping for mapping in found if not self._space.accessible(mapping)]
-        edges = [0, *self._space.seams(address, nbytes), nbytes]
         try:
-            for start, end in pairwise(edges):
-                self._api.call(
-                    "cuMemSetAccess", address + start, end - start, self._access, len(self._access)
-                )
+            for run in self._space.runs(found):
+                self._open(run)
         except DriverError as error:
             # Nothing uses these yet, so mapping them anew is a safe way to take all access away.
-            self._restore(opened, error, mapped=True)
+            closed = [mapping for mapping in found if not self._space.accessible(mapping)]
+            self._restore(closed, error, unmap=True)
         self._space.grant(found)
 
     @_locked
@@ -163,12 +158,18 @@ class CudaDriver:
         if not self._busy.isdisjoint(mapping.address for mapping in found):
             self.synchronize()
         gone: list[Mapping] = []
-        for mapping in found:
+        for run in self._space.runs(found):
             try:
-                self._api.call("cuMemUnmap", mapping.address, mapping.nbytes)
+                self._unmap(run)
             except DriverError as error:
-                self._restore(gone, error, mapped=False)
-            gone.append(mapping)
+                if len(run) > 1:
+                    # Some of them may be gone. One that stays in spite of this cannot be mapped again.
+                    for mapping in run:
+                        with suppress(DriverError):
+                            self._unmap([mapping])
+                    gone += run
+                self._restore(gone, error)
+            gone += run
         self._space.drop_mappings(found)
 
     @_locked
@@ -193,32 +194,14 @@ class CudaDriver:
         self._api.call("cuStreamSynchronize", self._stream)
         self._busy.clear()
 
-    def mark(self) -> CudaMark:
-        flags = self._api.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-        event = self._idle_events.pop() if self._idle_events else self._api.call("cuEventCreate", flags)
-        self._api.call("cuEventRecord", event, self._compute_stream() if self._compute_stream else 0)
-        mark = CudaMark(event)
-        self._marks.add(mark)
-        return mark
+    def mark(self) -> object:
+        return self._marks.mark()
 
     def passed(self, mark: object) -> bool:
-        assert isinstance(mark, CudaMark)
-        if mark.event is None:
-            return True
-        try:
-            self._api.call("cuEventQuery", mark.event)
-        except DriverError as error:
-            if error.detail == "CUDA_ERROR_NOT_READY":
-                return False
-            raise
-        self._retire(mark)
-        return True
+        return self._marks.passed(mark)
 
     def wait(self, mark: object) -> None:
-        assert isinstance(mark, CudaMark)
-        if mark.event is not None:
-            self._api.call("cuEventSynchronize", mark.event)
-            self._retire(mark)
+        self._marks.wait(mark)
 
     def read(self, address: int, nbytes: int) -> bytes:
         self._space.check_accessible("read", address, nbytes)
@@ -250,18 +233,10 @@ class CudaDriver:
             self.free(address, nbytes)
         for handle in list(self._space.handles):
             self.release(handle)
-        for event in [*self._idle_events, *(mark.event for mark in self._marks)]:
-            self._api.call("cuEventDestroy", event)
-        self._idle_events.clear()
-        self._marks.clear()
+        self._marks.close()
         self._api.call("cuStreamDestroy", self._stream)
         self._api.close()
         self._tiers = frozenset()
-
-    def _retire(self, mark: CudaMark) -> None:
-        self._idle_events.append(mark.event)
-        self._marks.remove(mark)
-        mark.event = None
 
     def _low_priority_stream(self) -> Any:
         lowest, _ = self._api.call("cuCtxGetStreamPriorityRange")
@@ -275,19 +250,25 @@ class CudaDriver:
         return max(int(self._api.call("cuMemGetAllocationGranularity", prop, minimum)) for prop in props)
 
     def _try_move(self, tier: Tier) -> None:
-        """Back, use and give back one granule: attributes have been seen to promise too much."""
-        nbytes = self.granularity
-        if self._budgets.get(tier, nbytes) < nbytes:
+        """Back, use and give back two neighbouring granules: attributes have promised too much before."""
+        page = self.granularity
+        count = min(2, self._budgets.get(tier, 2 * page) // page)
+        nbytes = count * page
+        if not count:
             return
         try:
             with Transaction() as undone:
-                handle = self.create(nbytes, tier)
-                if handle is None:
-                    raise ConfigError(f"tier {tier.value} has no room for {nbytes} bytes; free memory first")
-                undone.on_undo(lambda: self.release(handle))
+                handles: list[int] = []
+                while len(handles) < count:
+                    handle = self.create(page, tier)
+                    if handle is None:
+                        wanted = f"{nbytes} bytes"
+                        raise ConfigError(f"tier {tier.value} has no room for {wanted}; free memory first")
+                    undone.on_undo(partial(self.release, handle))
+                    handles.append(handle)
                 address = self.reserve(nbytes)
                 undone.on_undo(lambda: self.free(address, nbytes))
-                self.map(address, handle)
+                self.map(address, *handles)
                 undone.on_undo(lambda: self.unmap(address, nbytes))
                 self.set_access(address, nbytes)
                 self.zero(address, nbytes)
@@ -298,17 +279,29 @@ class CudaDriver:
                 "use budgets without this tier, or another GPU"
             ) from error
 
-    def _restore(self, found: list[Mapping], reason: DriverError, mapped: bool) -> NoReturn:
+    def _map(self, mapping: Mapping) -> None:
+        raw = self._space.handles[mapping.handle].raw
+        self._api.call("cuMemMap", mapping.address, mapping.nbytes, 0, raw, 0)
+
+    def _open(self, run: Sequence[Mapping]) -> None:
+        granted = (self._access, len(self._access))
+        self._api.call("cuMemSetAccess", run[0].address, sum(each.nbytes for each in run), *granted)
+
+    def _unmap(self, run: Sequence[Mapping]) -> None:
+        self._api.call("cuMemUnmap", run[0].address, sum(each.nbytes for each in run))
+
+    def _restore(
+        self, found: Sequence[Mapping], reason: DriverError, unmap: bool = False, remap: bool = True
+    ) -> NoReturn:
         """Bring mappings back to what the bookkeeping says after a call failed half-way."""
         try:
             for mapping in found:
-                handle = self._space.handles[mapping.handle]
-                if mapped:
-                    self._api.call("cuMemUnmap", mapping.address, mapping.nbytes)
-                self._api.call("cuMemMap", mapping.address, mapping.nbytes, 0, handle.raw, 0)
-                if self._space.accessible(mapping):
-                    granted = (self._access, len(self._access))
-                    self._api.call("cuMemSetAccess", mapping.address, mapping.nbytes, *granted)
+                if unmap:
+                    self._unmap([mapping])
+                if remap:
+                    self._map(mapping)
+                    if self._space.accessible(mapping):
+                        self._open([mapping])
         except DriverError as failure:
             raise StateLost(f"{reason}, and undoing it failed: {failure}") from failure
         raise reason

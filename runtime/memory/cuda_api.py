@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from vamp_runtime.errors import ConfigError, DriverError
+from vamp_runtime.errors import ConfigError, DriverError, StateLost
 from vamp_runtime.memory.driver import Tier
 
 _DEVICE_NEEDS = (
@@ -57,13 +59,30 @@ class CudaApi:
 
     def call(self, name: str, *args: object) -> Any:
         """``plain``, with the device's primary context current."""
-        if threading.get_ident() in self._bound:
+        with self.held():
             return self.plain(name, *args)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the context current on this thread, so that the calls inside need not push and pop it each.
+
+        Raises:
+            StateLost: the thread's own context could not be brought back.
+        """
+        thread = threading.get_ident()
+        if thread in self._bound:
+            yield
+            return
         self.plain("cuCtxPushCurrent", self._context)
+        self._bound.add(thread)
         try:
-            return self.plain(name, *args)
+            yield
         finally:
-            self.plain("cuCtxPopCurrent")
+            self._bound.remove(thread)
+            try:
+                self.plain("cuCtxPopCurrent")
+            except DriverError as error:
+                raise StateLost(f"the context of a thread is not restored: {error}") from error
 
     def attribute(self, name: str) -> int:
         return int(

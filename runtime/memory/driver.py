@@ -1,7 +1,7 @@
 """The calls VAMP needs from a virtual memory system, the same on a GPU and on a host.
 
 A *reservation* is a run of addresses with nothing behind it. A *handle* is physical memory of one tier.
-``map`` puts a whole handle behind reserved addresses, ``set_access`` makes them readable and writable,
+``map`` puts whole handles behind reserved addresses, ``set_access`` makes them readable and writable,
 ``unmap`` takes whole mappings away again; touching an address that is not backed is a fault. These are the
 rules of CUDA virtual memory management (``cuMemAddressReserve`` and its family), and the host driver keeps
 them too, so that bookkeeping proved on a CPU holds on a GPU.
@@ -62,8 +62,11 @@ class MemoryDriver(Protocol):
     def release(self, handle: int) -> None:
         """Give back a handle that is mapped nowhere."""
 
-    def map(self, address: int, handle: int) -> None:
-        """Put all of ``handle`` behind reserved, unbacked addresses from ``address``. Grants no access."""
+    def map(self, address: int, *handles: int) -> None:
+        """Put all of each handle, one behind the other, behind reserved, unbacked addresses from ``address``.
+
+        Grants no access. A handle may lie behind several addresses at once.
+        """
 
     def set_access(self, address: int, nbytes: int) -> None:
         """Make a fully mapped range readable and writable, by kernels of this device and by copies."""

@@ -114,15 +114,16 @@ class HostDriver:
         self._pools[found.tier].give(found.raw, found.nbytes)
         self._space.drop_handle(handle)
 
-    def map(self, address: int, handle: int) -> None:
-        found = self._space.check_map(address, handle)
-        if not self._lay(Mapping(address, found.nbytes, handle), _PROT_NONE):
-            name = _errno_name()
-            # A failed MAP_FIXED may leave a hole, which another thread's mmap could take.
-            if not self._cover(address, found.nbytes):
-                raise StateLost(f"map: {name}, and the reservation at {address:#x} is not restored")
-            raise DriverError("map", name)
-        self._space.add_mapping(address, handle)
+    def map(self, address: int, *handles: int) -> None:
+        found = self._space.check_map(address, handles)
+        for mapping in found:
+            if not self._lay(mapping, _PROT_NONE):
+                name = _errno_name()
+                # A failed MAP_FIXED may leave a hole, which another thread's mmap could take.
+                if not self._cover(address, mapping.address + mapping.nbytes - address):
+                    raise StateLost(f"map: {name}, and the reservation at {address:#x} is not restored")
+                raise DriverError("map", name)
+        self._space.add_mappings(found)
 
     def set_access(self, address: int, nbytes: int) -> None:
         found = self._space.check_whole("set_access", address, nbytes)

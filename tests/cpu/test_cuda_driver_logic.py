@@ -61,20 +61,75 @@ def test_set_access_that_fails_half_way_leaves_no_access(cuda: SimulatedCuda, dr
     driver.zero(address, 3 * PAGE)
 
 
-def test_unmap_that_fails_half_way_is_undone(cuda: SimulatedCuda, driver: CudaDriver) -> None:
-    address = driver.reserve(3 * PAGE)
+@pytest.mark.parametrize("by_halves", [False, True])
+@pytest.mark.parametrize("call", [1, 2])
+def test_unmap_that_fails_half_way_is_undone(
+    cuda: SimulatedCuda, driver: CudaDriver, call: int, by_halves: bool
+) -> None:
+    """Two pages of HBM and two of the host are two calls; either may have taken a page before it failed."""
+    address = driver.reserve(4 * PAGE)
     back(driver, address, create(driver), PAGE)
     driver.map(address + PAGE, create(driver))
-    back(driver, address + 2 * PAGE, create(driver), PAGE)
+    back(driver, address + 2 * PAGE, create(driver, 1, Tier.HOST), PAGE)
+    back(driver, address + 3 * PAGE, create(driver, 1, Tier.HOST), PAGE)
     driver.write(address, pattern(2, PAGE))
+    driver.write(address + 2 * PAGE, pattern(3, 2 * PAGE))
     before = driver.usage()
-    cuda.refusals["cuMemUnmap"] = [None, None, REFUSED]
+    cuda.by_halves = by_halves
+    cuda.refusals["cuMemUnmap"] = [*[None] * (call - 1), REFUSED]
     with pytest.raises(DriverError, match="cuMemUnmap"):
-        driver.unmap(address, 3 * PAGE)
+        driver.unmap(address, 4 * PAGE)
     assert driver.usage() == before == cuda.host.usage()
     assert driver.read(address, PAGE) == pattern(2, PAGE)
+    assert driver.read(address + 2 * PAGE, 2 * PAGE) == pattern(3, 2 * PAGE)
     with pytest.raises(DriverError):
         cuda.host.read(address + PAGE, 1)
+
+
+def test_a_mapping_that_cannot_be_unmapped_at_all_is_said(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address = driver.reserve(2 * PAGE)
+    driver.map(address, create(driver), create(driver))
+    cuda.refusals["cuMemUnmap"] = [REFUSED, REFUSED]
+    with pytest.raises(StateLost, match=r"cuMemUnmap.*undoing it failed: cuMemMap"):
+        driver.unmap(address, 2 * PAGE)
+    handles = sorted(cuda.host._space.handles)[-2:]
+    cuda.host.map(address + PAGE, handles[1])  # so that closing finds what it must
+
+
+def test_neighbours_of_one_tier_take_one_call(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address = driver.reserve(6 * PAGE)
+    tiers = [Tier.HBM] * 3 + [Tier.HOST] * 2 + [Tier.PEER]
+    handles = [create(driver, 1, tier) for tier in tiers]
+    cuda.log.clear()
+    driver.map(address, *handles)
+    driver.set_access(address, 6 * PAGE)
+    driver.unmap(address, 6 * PAGE)
+    context = ["cuCtxPushCurrent", "cuCtxPopCurrent"]
+    assert [name for name in cuda.log if name not in context] == (
+        ["cuMemMap"] * 6 + ["cuMemSetAccess"] * 3 + ["cuMemUnmap"] * 3
+    )
+    assert cuda.log.count("cuCtxPushCurrent") == 3, "once for each call of the driver"
+
+
+def test_a_map_of_several_that_fails_half_way_maps_none(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address, before = driver.reserve(3 * PAGE), driver.usage()
+    handles = [create(driver) for _ in range(3)]
+    cuda.refusals["cuMemMap"] = [None, None, REFUSED]
+    with pytest.raises(DriverError, match="cuMemMap"):
+        driver.map(address, *handles)
+    assert driver.usage().mappings == cuda.host.usage().mappings == before.mappings
+    cuda.refusals = {"cuMemMap": [None, REFUSED], "cuMemUnmap": [REFUSED]}
+    with pytest.raises(StateLost, match=r"cuMemMap.*undoing it failed: cuMemUnmap"):
+        driver.map(address, *handles)
+    cuda.host.unmap(address, PAGE)
+
+
+def test_a_context_that_stays_on_the_thread_is_said(cuda: SimulatedCuda, driver: CudaDriver) -> None:
+    address, handle = driver.reserve(PAGE), create(driver)
+    cuda.refusals["cuCtxPopCurrent"] = [REFUSED]
+    with pytest.raises(StateLost, match="context"):
+        driver.map(address, handle)
+    cuda.depth -= 1
 
 
 @pytest.mark.parametrize("undo", ["cuMemMap", "cuMemSetAccess"])
@@ -82,11 +137,13 @@ def test_what_cannot_be_undone_is_said(cuda: SimulatedCuda, driver: CudaDriver, 
     address = driver.reserve(2 * PAGE)
     back(driver, address, create(driver), PAGE)
     back(driver, address + PAGE, create(driver), PAGE)
-    cuda.refusals = {"cuMemUnmap": [None, REFUSED], undo: [REFUSED]}
+    cuda.refusals = {"cuMemUnmap": [REFUSED], undo: [REFUSED]}
     with pytest.raises(StateLost, match=rf"cuMemUnmap.*undoing it failed: {undo}"):
         driver.unmap(address, 2 * PAGE)
-    if undo == "cuMemMap":
-        cuda.host.map(address, min(cuda.host._space.handles))  # so that closing finds what it must
+    handles = sorted(cuda.host._space.handles)[-2:]
+    missing = [0, 1] if undo == "cuMemMap" else [1]
+    for page in missing:
+        cuda.host.map(address + page * PAGE, handles[page])  # so that closing finds what it must
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemCreate", "cuMemRelease", "cuMemAddressFree"])

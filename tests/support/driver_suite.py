@@ -54,6 +54,9 @@ REFUSED: dict[str, Callable[[Scene], object]] = {
     "map past the reservation": lambda s: s.driver.map(s.at(5), s.one),
     "map off the granularity": lambda s: s.driver.map(s.at(3.5), s.one),
     "map of no handle": lambda s: s.driver.map(s.at(3), s.loose + 1000),
+    "map of nothing": lambda s: s.driver.map(s.at(3)),
+    "map of several reaching a mapping": lambda s: s.driver.map(s.at(3), s.one, s.one),
+    "map of several with one that is none": lambda s: s.driver.map(s.at(3), s.one, s.loose + 1000),
     "unmap of part": lambda s: s.driver.unmap(s.at(1), s.page),
     "unmap ending inside": lambda s: s.driver.unmap(s.at(0), 2 * s.page),
     "unmap of nothing": lambda s: s.driver.unmap(s.at(3), s.page),
@@ -167,6 +170,23 @@ class DriverSuite:
         driver.unmap(address + page, (BUDGET_PAGES - 2) * page)
         assert driver.usage().mappings == 2
         assert driver.read(address, page) == pattern(8, page)
+
+    def test_many_handles_at_once(self, driver: MemoryDriver, tier: Tier) -> None:
+        """Neighbours map, open and unmap together, whatever sizes they have and where else they lie."""
+        page = driver.granularity
+        here, there = driver.reserve(6 * page), driver.reserve(6 * page)
+        handles = [create(driver, pages, tier) for pages in (1, 2, 1)]
+        driver.map(here, *handles)
+        driver.set_access(here, 4 * page)
+        driver.write(here, pattern(12, 4 * page))
+        driver.map(there + page, *handles[::-1])
+        driver.set_access(there + page, 4 * page)
+        driver.unmap(here, 4 * page)
+        data = pattern(12, 4 * page)
+        assert driver.read(there + page, 4 * page) == data[3 * page :] + data[page : 3 * page] + data[:page]
+        driver.unmap(there + page, 3 * page)
+        assert driver.usage().mappings == 1
+        assert driver.read(there + 4 * page, page) == data[:page]
 
     def test_a_tier_that_is_full_gives_none(self, driver: MemoryDriver, tier: Tier) -> None:
         page = driver.granularity

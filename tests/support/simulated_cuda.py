@@ -37,10 +37,17 @@ def _location() -> SimpleNamespace:
 
 
 class SimulatedCuda:
-    """Two joined GPUs of 16 pages each and one NUMA node of 16.
+    """Two joined GPUs and one NUMA node.
+
+    Args:
+        pages: of each GPU, and of the node.
 
     Attributes:
         refusals: call name -> results of its next calls; ``None`` lets a call through.
+        refuse_at: refuse the call that many calls from now, 1 for the next; 0 for none.
+        refuse_on: refuse all after it too.
+        by_halves: a refused call over several mappings has dealt with the first half of them.
+        refused: names of the calls refused at ``refuse_at`` and after.
         zeros: device attributes that read 0.
         log: names of the calls, in order.
         ready: whether events have passed.
@@ -64,9 +71,13 @@ class SimulatedCuda:
     CUstream_flags = _names("CU_STREAM_NON_BLOCKING")
     CUevent_flags = _names("CU_EVENT_DISABLE_TIMING")
 
-    def __init__(self) -> None:
-        self.host = HostDriver(GRANULARITY, dict.fromkeys(Tier, 16 * GRANULARITY))
+    def __init__(self, pages: int = 16) -> None:
+        self.host = HostDriver(GRANULARITY, dict.fromkeys(Tier, pages * GRANULARITY))
         self.refusals: dict[str, list[CUresult | None]] = {}
+        self.refuse_at = 0
+        self.refuse_on = False
+        self.by_halves = False
+        self.refused: list[str] = []
         self.zeros: set[str] = set()
         self.log: list[str] = []
         self.ready = True
@@ -89,8 +100,10 @@ class SimulatedCuda:
 
         def checked(*args: Any) -> tuple[Any, ...]:
             self.log.append(name)
-            refusal = self.refusals[name].pop(0) if self.refusals.get(name) else None
+            refusal = self.refusals[name].pop(0) if self.refusals.get(name) else self._due(name)
             if refusal is not None:
+                if self.by_halves and name in ("cuMemUnmap", "cuMemSetAccess"):
+                    self._half(call, *args)
                 return (refusal, None)
             try:
                 result = call(*args)
@@ -191,6 +204,7 @@ class SimulatedCuda:
         return ()
 
     def _cuMemUnmap(self, address: int, nbytes: int) -> tuple[()]:
+        self._one_tier(address, nbytes)
         self.host.unmap(address, nbytes)
         return ()
 
@@ -222,6 +236,22 @@ class SimulatedCuda:
     def _cuEventDestroy(self, event: object) -> tuple[()]:
         self.events -= 1
         return ()
+
+    def _due(self, name: str) -> CUresult | None:
+        """The refusal that ``refuse_at`` asks for, if it is this call's."""
+        if self.refuse_at:
+            self.refuse_at -= 1
+            if not self.refuse_at:
+                self.refused.append(name)
+                self.refuse_at = int(self.refuse_on)
+                return CUresult.CUDA_ERROR_UNKNOWN
+        return None
+
+    def _half(self, call: Callable[..., object], address: int, nbytes: int, *rest: Any) -> None:
+        found = self.host._space.mappings(address, nbytes)
+        done = found[: len(found) // 2]
+        if done:
+            call(address, sum(mapping.nbytes for mapping in done), *rest)
 
     def _one_tier(self, address: int, nbytes: int) -> None:
         if self.host._space.seams(address, nbytes):
