@@ -18,6 +18,7 @@ from vamp_runtime.memory.move import Move as Move
 from vamp_runtime.memory.move import MoveKind as MoveKind
 from vamp_runtime.memory.move import Outcome as Outcome
 from vamp_runtime.memory.move import Swap
+from vamp_runtime.memory.page_work import PageWork
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.transaction import Transaction
 
@@ -87,20 +88,27 @@ class Boundary:
 
     @ranged("prepare")
     def prepare(self) -> bool:
-        """Wait for the mark and move the pages, all or none; whether this rank is ready to publish."""
+        """Move the pages, all or none; whether this rank is ready to publish.
+
+        Pages are mapped where they go at once. Where queued kernels may read them they stay until the mark.
+        """
         assert self.state is MoveState.REDIRECTED
         self.state = MoveState.PREPARED
         if not self._reason:
             try:
-                self._driver.wait(self._mark)
                 started = time.perf_counter()
                 with ExitStack() as stack:
                     tx = stack.enter_context(Transaction())
                     tx.on_undo(self._driver.synchronize)
-                    self._move_pages(tx)
+                    work = PageWork(self.slab, self.region, self._move, self._groups)
+                    work.ahead(tx)
+                    waited = -time.perf_counter()
+                    self._driver.wait(self._mark)
+                    waited += time.perf_counter()
+                    work.after(tx)
                     self._driver.synchronize()
                     self._held = stack.pop_all(), tx
-                self._pages_seconds = time.perf_counter() - started
+                self._pages_seconds = time.perf_counter() - started - waited
             except DriverError as error:
                 self._reason = str(error)
         return not self._reason
@@ -250,22 +258,6 @@ class Boundary:
             return
         for layer, group in leaving:
             self.slab.redirect(layer, group)
-
-    def _move_pages(self, tx: Transaction) -> None:
-        slab, per_group = self.slab, self.slab.geometry.pages_per_group
-        moving = [(layer, group) for layer, groups in enumerate(self._groups) for group in groups]
-        for swap in self._move.swaps:
-            given = slab.take_out(tx, swap.layer, swap.leaving)
-            slab.bring_back(tx, swap.layer, swap.returning, given)
-        if self._move.kind is MoveKind.SWAP:
-            return
-        if self._move.kind is MoveKind.OFFLOAD:
-            pages = [page for layer, group in moving for page in slab.take_out(tx, layer, group)]
-            self.region.push(tx, pages)
-            return
-        pages = self.region.pop(tx, len(moving) * per_group)
-        for index, (layer, group) in enumerate(moving):
-            slab.bring_back(tx, layer, group, pages[index * per_group : (index + 1) * per_group])
 
     def _digest(self) -> int:
         text = repr((self._move, self._groups, self.region.blocks)).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vamp_runtime.errors import ConfigError
@@ -217,6 +218,18 @@ def _group_too_large(part_bytes: tuple[int, ...], granularity: int, group: int) 
     experts = 1 << (min(MAX_GROUP_EXPERTS, MAX_GROUP_BYTES // expert_bytes).bit_length() - 1)
     run = experts * math.gcd(*part_bytes)
     return f"{text} a granularity of {run & -run} would work"
+
+
+def check_order(order: Sequence[Sequence[int]], geometry: SlabGeometry) -> None:
+    """Raise ``ConfigError`` unless ``order`` names every record of every layer once."""
+    if len(order) != geometry.layers:
+        raise ConfigError(f"record order: {len(order)} layers; {geometry.layers} would work")
+    for layer, row in enumerate(order):
+        if sorted(row) != list(range(geometry.experts)):
+            raise ConfigError(
+                f"record order, layer {layer}: {list(row)[:8]}... is no permutation;"
+                f" every record from 0 to {geometry.experts - 1} once would work"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from vamp_runtime.errors import IntegrityError
 
@@ -73,6 +74,7 @@ class HomeSlots:
                 if slot is not None:
                     placed[group] = slot
                     free.remove(slot)
+        self._line_up(placed)
         copies = [HomeCopies(False, rank_of[group], ((group, placed[group]),)) for group in missing]
         held = [group for group in wanted if group in self._slot_of]
         risers = [group for group in reversed(held) if group in warm and not self.in_peer(group)]
@@ -84,6 +86,13 @@ class HomeSlots:
         for riser, slot in zip(risers[len(fallers) :], spare, strict=False):
             copies.append(HomeCopies(True, rank_of[riser], ((riser, slot),)))
         return copies
+
+    def _line_up(self, placed: dict[int, int]) -> None:
+        """Let groups change slots of the same kind, so that neighbours have neighbouring homes: one copy."""
+        for kind in product((True, False), repeat=2):
+            alike = [g for g, s in placed.items() if (s < self._peer, self._group_of[s] is None) == kind]
+            slots = sorted(placed[group] for group in alike)
+            placed.update(zip(sorted(alike), slots, strict=True))
 
     def begin(self, copies: HomeCopies) -> None:
         """Give up what their slots and groups hold: the slots' bytes are about to be overwritten."""

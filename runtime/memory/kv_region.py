@@ -72,32 +72,59 @@ class KVRegion:
 
     def push(self, tx: Transaction, handles: Sequence[int]) -> None:
         """Put FREE, unmapped pages behind the tails, as RESERVE, and queue their zeroing."""
-        first, page_bytes = self.pages, self._ledger.page_bytes
-        assert first + len(handles) <= self.geometry.max_pages
-        for page, handle in enumerate(handles, first):
-            address = self._base + self.geometry.page_offset(page)
-            tx.do(
-                partial(self._driver.map, address, handle), partial(self._driver.unmap, address, page_bytes)
-            )
-        tx.do(partial(self._append, handles), partial(self._drop, len(handles)))
-        # Pages that are still being zeroed must not be unmapped.
-        tx.on_undo(self._driver.synchronize)
-        for offset, nbytes in self.geometry.page_ranges(first, self.pages):
-            self._open(self._base + offset, nbytes)
+        self.cover(tx, handles)
+        self.extend(tx, handles)
 
     def pop(self, tx: Transaction, n: int) -> list[int]:
         """Take the last ``n`` pages from the tails; they come back FREE and unmapped.
 
         The undo maps them again and queues their zeroing, since whoever got them may have overwritten them.
         """
-        last = self.pages - n
-        assert last >= self.geometry.pages_for_blocks(self.claimed), "a page holds bytes of a claimed block"
-        handles = self._pages[last:]
-        for page, (offset, nbytes) in enumerate(self.geometry.page_ranges(last, self.pages), last):
-            address, share = self._base + offset, self._pages[page :: self.geometry.positions]
-            tx.do(partial(self._driver.unmap, address, nbytes), partial(self._map_again, address, share))
-        tx.do(partial(self._drop, n), partial(self._append, handles))
+        handles = self.shrink(tx, n)
+        self.uncover(tx, handles)
         return handles
+
+    def cover(self, tx: Transaction, handles: Sequence[int]) -> None:
+        """Map pages behind the addresses that follow the tails, ahead of ``extend``.
+
+        They may belong to others, and be read where else they lie: nothing is written.
+        """
+        for address, share in self._shares(handles):
+            nbytes = len(share) * self._ledger.page_bytes
+            tx.do(partial(self._driver.map, address, *share), partial(self._driver.unmap, address, nbytes))
+            self._driver.set_access(address, nbytes)
+
+    def extend(self, tx: Transaction, handles: Sequence[int]) -> None:
+        """Count FREE pages that cover the tails as RESERVE, and queue their zeroing."""
+        shares = self._shares(handles)
+        tx.do(partial(self._append, handles), partial(self._drop, len(handles)))
+        # Pages that are still being zeroed must not be unmapped.
+        tx.on_undo(self._driver.synchronize)
+        self._zero(shares)
+
+    def shrink(self, tx: Transaction, n: int) -> list[int]:
+        """Count the last ``n`` pages as FREE; they cover the tails until ``uncover``.
+
+        The undo queues their zeroing, since whoever got them may have overwritten them.
+        """
+        assert self.pages - n >= self.geometry.pages_for_blocks(self.claimed), (
+            "a page holds bytes of a claimed block"
+        )
+        handles = self.last(n)
+        self._drop(n)
+        tx.on_undo(partial(self._append_zeroed, handles))
+        return handles
+
+    def uncover(self, tx: Transaction, handles: Sequence[int]) -> None:
+        """Unmap pages from the addresses that follow the tails."""
+        for address, share in self._shares(handles):
+            nbytes = len(share) * self._ledger.page_bytes
+            again = partial(self._map_again, address, share)
+            tx.do(partial(self._driver.unmap, address, nbytes), again)
+
+    def last(self, n: int) -> list[int]:
+        """The last ``n`` pages of the tails."""
+        return self._pages[self.pages - n :]
 
     def check_integrity(self) -> None:
         """Pages are owned as ``claimed`` says, and no other page is owned so.
@@ -142,15 +169,24 @@ class KVRegion:
             handles.append(handle)
         return handles
 
-    def _open(self, address: int, nbytes: int) -> None:
-        self._driver.set_access(address, nbytes)
-        self._driver.zero(address, nbytes)
+    def _shares(self, handles: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        """Where pages that follow the tails lie: the address, and which of them, for each position."""
+        first, positions = self.pages, self.geometry.positions
+        assert first + len(handles) <= self.geometry.max_pages
+        ranges = self.geometry.page_ranges(first, first + len(handles))
+        return [(self._base + offset, handles[at::positions]) for at, (offset, _) in enumerate(ranges)]
 
-    def _map_again(self, start: int, handles: Sequence[int]) -> None:
-        page_bytes = self._ledger.page_bytes
-        for index, handle in enumerate(handles):
-            self._driver.map(start + index * page_bytes, handle)
-        self._open(start, len(handles) * page_bytes)
+    def _zero(self, shares: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for address, share in shares:
+            self._driver.zero(address, len(share) * self._ledger.page_bytes)
+
+    def _map_again(self, address: int, handles: Sequence[int]) -> None:
+        self._driver.map(address, *handles)
+        self._driver.set_access(address, len(handles) * self._ledger.page_bytes)
+
+    def _append_zeroed(self, handles: Sequence[int]) -> None:
+        self._zero(self._shares(handles))
+        self._append(handles)
 
     def _append(self, handles: Sequence[int]) -> None:
         for handle in handles:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.no_room import no_room
+from vamp_runtime.memory.runs import runs
 from vamp_runtime.memory.transaction import Transaction
 
 FREE = Owner(OwnerKind.FREE)
@@ -28,6 +29,9 @@ class ExpertRecords:
     The ledger knows the pages of a group by ``Owner(EXPERT, layer, group)`` and those of a home by
     ``Owner(HOME, layer, slot)``; both lie part by part in address order. Staging pages, ``Owner(STAGING,
     index=group of staging records)``, lie behind the staging records of every layer at once.
+
+    A *place* is an address of a layer counted in groups: own group ``g`` is at place ``g``. What lies at
+    neighbouring places is opened, unmapped and copied by one driver call for each part.
 
     Args:
         lazily: reserve addresses only; ``back`` then puts pages behind one layer after the other.
@@ -83,11 +87,20 @@ class ExpertRecords:
         """First slot of the permanent alias of home slot ``home``."""
         return self.geometry.home_slot_base + home * self.geometry.group
 
-    def copy_group(self, layer: int, source: int, target: int) -> None:
-        """Queue copies of a group's worth of records from slot ``source`` on to slot ``target`` on."""
-        for part in range(self.geometry.parts):
-            target_address, source_address = (self.address(layer, part, slot) for slot in (target, source))
-            self.driver.copy(target_address, source_address, self.geometry.part_group_bytes(part))
+    def home_place(self, home: int) -> int:
+        """Place of the permanent alias of home slot ``home``."""
+        return self.home_alias(home) // self.geometry.group
+
+    def pages(self, layer: int, group: int) -> tuple[int, ...]:
+        """The group's HBM pages, part by part in address order; none while it is out."""
+        return self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group))
+
+    def copy(self, layer: int, places: Iterable[tuple[int, int]]) -> None:
+        """Queue copies of whole groups, each of ``(target place, source place)``."""
+        for run in runs(places):
+            for part in range(self.geometry.parts):
+                target, source = (self.address(layer, part, at * self.geometry.group) for at in run[0])
+                self.driver.copy(target, source, len(run) * self.geometry.part_group_bytes(part))
 
     def checksum(self, layer: int, slot: int) -> bytes:
         """Hash of the record at ``slot`` over all parts."""
@@ -96,30 +109,50 @@ class ExpertRecords:
             digest.update(self.driver.read(self.address(layer, part, slot), nbytes))
         return digest.digest()
 
-    def take_out(self, tx: Transaction, layer: int, group: int, home: int) -> tuple[int, ...]:
-        """Take the group's HBM pages, which become FREE, mapped nowhere; its home may take their place.
+    def take_out(self, tx: Transaction, layer: int, homes: Mapping[int, int]) -> None:
+        """Take the HBM pages of groups from their own addresses; they become FREE.
 
-        The undo maps the HBM pages again and copies the experts back from the home alias, since whoever got
-        the pages may have overwritten them. Those copies may still run after the undo.
+        The groups' homes may take their place. The undo maps the HBM pages again and copies the experts back
+        from the home aliases, since whoever got the pages may have overwritten them. Those copies may still
+        run after the undo.
+
+        Args:
+            homes: home slot of each group.
         """
-        owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
-        pages = self.ledger.pages(owner)
-        tx.on_undo(partial(self.copy_group, layer, source=self.home_alias(home), target=own))
-        self._unmap(tx, layer, own, pages)
+        pages = {group: self.pages(layer, group) for group in homes}
+        tx.on_undo(partial(self._copy_from_homes, layer, homes))
+        self._unmap(tx, layer, pages)
         if self.mirror:
-            self._map(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
-        self._hand_over(tx, pages, owner, FREE)
-        return pages
+            self._map(tx, layer, self._home_pages(layer, homes))
+        for group, share in pages.items():
+            self._hand_over(tx, share, Owner(OwnerKind.EXPERT, layer, group), FREE)
 
-    def bring_back(self, tx: Transaction, layer: int, group: int, home: int, pages: Sequence[int]) -> None:
-        """Put unmapped FREE pages behind the group's own addresses and queue copies from its home alias."""
-        owner, own = Owner(OwnerKind.EXPERT, layer, group), group * self.geometry.group
+    def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        """Put pages behind the own addresses of groups that are out, ahead of ``bring_back``.
+
+        They may belong to others, and be read where else they lie. With ``mirror`` the groups' homes are read
+        at these addresses, and nothing is done.
+
+        Args:
+            pages: of each group, part by part in address order.
+        """
+        if not self.mirror:
+            self._map(tx, layer, pages)
+
+    def bring_back(
+        self, tx: Transaction, layer: int, homes: Mapping[int, int], pages: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Give groups the FREE pages that ``lay`` was called with, and queue copies from their home aliases.
+
+        Nobody may read the pages any more, wherever else they lie.
+        """
         if self.mirror:
-            self._unmap(tx, layer, own, self.ledger.pages(Owner(OwnerKind.HOME, layer, home)))
-        self._map(tx, layer, own, pages)
-        self._hand_over(tx, pages, FREE, owner)
+            self._unmap(tx, layer, self._home_pages(layer, homes))
+            self._map(tx, layer, pages)
+        for group, share in pages.items():
+            self._hand_over(tx, share, FREE, Owner(OwnerKind.EXPERT, layer, group))
         tx.on_undo(self.driver.synchronize)
-        self.copy_group(layer, source=self.home_alias(home), target=own)
+        self._copy_from_homes(layer, homes)
 
     def close(self) -> None:
         """Unmap and release everything, whatever lies behind the own addresses now."""
@@ -155,71 +188,42 @@ class ExpertRecords:
                 self._base[-1].append(address)
 
     def _back(self, tx: Transaction, layer: int) -> None:
-        for group in range(self.geometry.groups):
-            pages = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
-            self._map(tx, layer, group * self.geometry.group, pages)
-        for home in range(self.geometry.home_slots):
-            tier = Tier.PEER if home < self.geometry.peer_homes else Tier.HOST
-            pages = self._create(tx, tier, Owner(OwnerKind.HOME, layer, home))
-            self._map(tx, layer, self.home_alias(home), pages)
-        if layer == self.geometry.layers - 1:
+        geometry, own, homes = self.geometry, {}, {}
+        for group in range(geometry.groups):
+            own[group] = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
+        self._map(tx, layer, own)
+        for home in range(geometry.home_slots):
+            tier = Tier.PEER if home < geometry.peer_homes else Tier.HOST
+            homes[self.home_place(home)] = self._create(tx, tier, Owner(OwnerKind.HOME, layer, home))
+        self._map(tx, layer, homes)
+        if layer == geometry.layers - 1:
             self._back_staging(tx)
 
     def _back_staging(self, tx: Transaction) -> None:
         """With the last layer, when loading has given back the most memory."""
-        for group in range(self.geometry.staging_groups):
-            pages = self._create(tx, Tier.HBM, staging_owner(group))
-            for layer in range(self.geometry.layers):
-                self._map(tx, layer, self.geometry.own_slots + group * self.geometry.group, pages)
+        geometry = self.geometry
+        pages = {
+            geometry.groups + group: self._create(tx, Tier.HBM, staging_owner(group))
+            for group in range(geometry.staging_groups)
+        }
+        for layer in range(geometry.layers):
+            self._map(tx, layer, pages)
 
     def _create(self, tx: Transaction, tier: Tier, owner: Owner) -> tuple[int, ...]:
         for _ in range(self.geometry.pages_per_group):
             handle = self.driver.create(self.geometry.page_bytes, tier)
             if handle is None:
-                raise ConfigError(self._no_room(tier, owner))
+                raise ConfigError(no_room(self.geometry, self.ledger, tier, owner))
             tx.on_undo(partial(self.driver.release, handle))
             self.ledger.add(handle, tier, owner)
             tx.on_undo(partial(self.ledger.remove, handle))
         return self.ledger.pages(owner)
 
-    def _no_room(self, tier: Tier, owner: Owner) -> str:
-        geometry = self.geometry
-        if owner.kind is OwnerKind.STAGING:
-            wanted = geometry.staging_groups * geometry.group_bytes
-            fits = (self.ledger.count(OwnerKind.STAGING) * geometry.page_bytes) >> 20
-            return f"staging_mib: staging needs {wanted} bytes of HBM and has no room; {fits} would work"
-        if tier is Tier.HBM:
-            wanted = geometry.groups * geometry.pages_per_level * geometry.page_bytes
-            there = self.ledger.count(OwnerKind.EXPERT) * geometry.page_bytes
-            times = math.ceil(wanted / max(there, 1))
-            return (
-                f"hbm: experts need {wanted} bytes and {there} could be had;"
-                f" {times} times the tensor parallel size would work"
-            )
-        there = self.ledger.count(OwnerKind.HOME, tier) * geometry.page_bytes
-        if tier is Tier.PEER:
-            # Whole homes of every layer, so that planning with it gives as many.
-            level_bytes = geometry.pages_per_level * geometry.page_bytes
-            fitting = math.ceil(there // level_bytes * level_bytes / 2**30 * 10_000) / 10_000
-            return (
-                f"peer_hbm_gib: homes need {geometry.peer_home_bytes} bytes of the peer's HBM and {there}"
-                f" could be had; {fitting:g} would work"
-            )
-        wanted = geometry.host_home_bytes
-        level = geometry.peer_homes + there // (geometry.pages_per_level * geometry.page_bytes)
-        # Rounded up at the fourth digit, so that planning with it gives this level again.
-        ratio = math.ceil(level * geometry.group / geometry.experts * 10_000) / 10_000
-        asked = geometry.home_slots * geometry.group / geometry.experts
-        return (
-            f"max_offload_ratio={asked:g}: homes need {wanted} bytes of host memory and {there} could be had;"
-            f" {ratio:g} would work"
-        )
-
     def _own_runs(self, layer: int) -> Iterator[tuple[int, int]]:
         """Stretches of own slots with pages behind them, ``(first, end)``."""
         geometry, first = self.geometry, 0
         for group in range(geometry.groups):
-            if not self.mirror and not self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)):
+            if not self.mirror and not self.pages(layer, group):
                 if first < group * geometry.group:
                     yield first, group * geometry.group
                 first = (group + 1) * geometry.group
@@ -231,36 +235,38 @@ class ExpertRecords:
             for part in range(self.geometry.parts):
                 yield layer, part
 
-    def _part_pages(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Each part with its share of a group's pages."""
-        first = 0
-        for part in range(self.geometry.parts):
-            last = first + self.geometry.part_group_bytes(part) // self.geometry.page_bytes
-            yield part, pages[first:last]
-            first = last
+    def _home_pages(self, layer: int, homes: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """Pages of each group's home."""
+        owners = {group: Owner(OwnerKind.HOME, layer, home) for group, home in homes.items()}
+        return {group: self.ledger.pages(owner) for group, owner in owners.items()}
 
-    def _map(self, tx: Transaction, layer: int, slot: int, pages: Sequence[int]) -> None:
-        page_bytes = self.geometry.page_bytes
-        for part, share in self._part_pages(pages):
-            start = self.address(layer, part, slot)
-            for address, page in zip(
-                range(start, start + len(share) * page_bytes, page_bytes), share, strict=True
-            ):
-                tx.do(
-                    partial(self.driver.map, address, page), partial(self.driver.unmap, address, page_bytes)
-                )
-            self.driver.set_access(start, len(share) * page_bytes)
+    def _copy_from_homes(self, layer: int, homes: Mapping[int, int]) -> None:
+        self.copy(layer, [(group, self.home_place(home)) for group, home in homes.items()])
 
-    def _unmap(self, tx: Transaction, layer: int, slot: int, pages: Sequence[int]) -> None:
-        for part, share in self._part_pages(pages):
-            start, nbytes = self.address(layer, part, slot), len(share) * self.geometry.page_bytes
+    def _stretches(self, layer: int, pages: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Address and pages of every run of neighbouring places, in every part."""
+        for run in runs((place,) for place in pages):
+            first = 0
+            for part in range(self.geometry.parts):
+                last = first + self.geometry.part_group_bytes(part) // self.geometry.page_bytes
+                share = [page for (place,) in run for page in pages[place][first:last]]
+                yield self.address(layer, part, run[0][0] * self.geometry.group), share
+                first = last
+
+    def _map(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        for start, share in self._stretches(layer, pages):
+            nbytes = len(share) * self.geometry.page_bytes
+            tx.do(partial(self.driver.map, start, *share), partial(self.driver.unmap, start, nbytes))
+            self.driver.set_access(start, nbytes)
+
+    def _unmap(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        for start, share in self._stretches(layer, pages):
+            nbytes = len(share) * self.geometry.page_bytes
             tx.do(partial(self.driver.unmap, start, nbytes), partial(self._map_again, start, share))
 
     def _map_again(self, start: int, pages: Sequence[int]) -> None:
-        page_bytes = self.geometry.page_bytes
-        for index, page in enumerate(pages):
-            self.driver.map(start + index * page_bytes, page)
-        self.driver.set_access(start, len(pages) * page_bytes)
+        self.driver.map(start, *pages)
+        self.driver.set_access(start, len(pages) * self.geometry.page_bytes)
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""

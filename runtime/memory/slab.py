@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 
 from vamp_kernels.ranges import ranged
-from vamp_runtime.errors import ConfigError, IntegrityError
+from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver
-from vamp_runtime.memory.geometry import SlabGeometry
+from vamp_runtime.memory.geometry import SlabGeometry, check_order
 from vamp_runtime.memory.homes import HomeCopies, HomeSlots
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
 from vamp_runtime.memory.records import ExpertRecords, staging_owner
@@ -46,7 +46,7 @@ class ExpertSlab:
         layers, experts = range(geometry.layers), range(geometry.experts)
         self.geometry = geometry
         self._order = [list(row) for row in order] if order is not None else [list(experts) for _ in layers]
-        _check_order(self._order, geometry)
+        check_order(self._order, geometry)
         self._experts = [sorted(experts, key=row.__getitem__) for row in self._order]
         self.slot_table = [list(row) for row in self._order]
         self._coldness = [list(reversed(range(geometry.movable_groups))) for _ in layers]
@@ -83,7 +83,11 @@ class ExpertSlab:
     def readable(self, layer: int, expert: int) -> bool:
         """Whether something lies behind the expert's own address."""
         group = self.record(layer, expert) // self.geometry.group
-        return self._records.mirror or bool(self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)))
+        return self._records.mirror or bool(self.pages(layer, group))
+
+    def pages(self, layer: int, group: int) -> tuple[int, ...]:
+        """The group's HBM pages, in address order; none while it is out."""
+        return self._records.pages(layer, group)
 
     def experts_of(self, layer: int, group: int) -> list[int]:
         """Experts whose records are in ``group``, by record."""
@@ -105,9 +109,7 @@ class ExpertSlab:
 
     def without_pages(self, layer: int) -> frozenset[int]:
         """Groups that own no HBM page."""
-        groups = range(self.geometry.groups)
-        owners = {group: Owner(OwnerKind.EXPERT, layer, group) for group in groups}
-        return frozenset(group for group in groups if not self.ledger.pages(owners[group]))
+        return frozenset(g for g in range(self.geometry.groups) if not self.pages(layer, g))
 
     def set_coldness(self, layer: int, groups: Sequence[int]) -> None:
         """Set the order in which groups should leave, coldest first.
@@ -147,8 +149,7 @@ class ExpertSlab:
         for job, layer in jobs:
             self._homes[layer].begin(job)
             for group, slot in job.copies:
-                target = self._records.home_alias(slot)
-                self._records.copy_group(layer, source=group * geometry.group, target=target)
+                self._records.copy(layer, [(self._records.home_place(slot), group)])
         self._driver.synchronize()
         for job, layer in jobs:
             for group, slot in job.copies:
@@ -165,15 +166,20 @@ class ExpertSlab:
         self._point(layer, group, group * self.geometry.group)
         self._redirected[layer].remove(group)
 
-    def take_out(self, tx: Transaction, layer: int, group: int) -> tuple[int, ...]:
-        """Take the HBM pages of a redirected group from its own addresses; they are FREE and unmapped now."""
-        assert group in self._redirected[layer] and group not in self._out[layer]
-        return self._records.take_out(tx, layer, group, self._valid_home(layer, group))
+    def take_out(self, tx: Transaction, layer: int, groups: Sequence[int]) -> None:
+        """Take the HBM pages of redirected groups from their own addresses; they are FREE now."""
+        assert self._redirected[layer].issuperset(groups) and not {*self._out[layer]} & {*groups}
+        self._records.take_out(tx, layer, self._valid_homes(layer, groups))
 
-    def bring_back(self, tx: Transaction, layer: int, group: int, pages: Sequence[int]) -> None:
-        """Put FREE, unmapped pages behind the group's own addresses; its bytes may still be on their way."""
-        assert group in self._out[layer]
-        self._records.bring_back(tx, layer, group, self._valid_home(layer, group), pages)
+    def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        """Put ``pages`` of others behind the addresses of groups that are out, where nothing lies there."""
+        assert {*self._out[layer]}.issuperset(pages)
+        self._records.lay(tx, layer, pages)
+
+    def bring_back(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        """Give groups FREE ``pages``, after ``lay``; their bytes may still be on their way."""
+        assert {*self._out[layer]}.issuperset(pages)
+        self._records.bring_back(tx, layer, self._valid_homes(layer, pages), pages)
 
     def mark_out(self, layer: int, groups: Sequence[int]) -> None:
         """Count redirected groups as out, in this order."""
@@ -265,12 +271,15 @@ class ExpertSlab:
         assert home is not None, f"layer {layer}: group {group} has no valid home"
         return home
 
+    def _valid_homes(self, layer: int, groups: Iterable[int]) -> dict[int, int]:
+        return {group: self._valid_home(layer, group) for group in groups}
+
     def _point(self, layer: int, group: int, first_slot: int) -> None:
         for index, expert in enumerate(self.experts_of(layer, group)):
             self.slot_table[layer][expert] = first_slot + index
 
     def _check_group(self, layer: int, group: int) -> None:
-        pages = len(self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group)))
+        pages = len(self.pages(layer, group))
         home, redirected = self.home_of(layer, group), group in self._redirected[layer]
         name = f"layer {layer}: group {group}"
         if pages not in (0, self.geometry.pages_per_group):
@@ -287,14 +296,3 @@ class ExpertSlab:
                 raise IntegrityError(
                     f"{name}: expert {expert} is read at slot {self.slot_table[layer][expert]}"
                 )
-
-
-def _check_order(order: Sequence[Sequence[int]], geometry: SlabGeometry) -> None:
-    if len(order) != geometry.layers:
-        raise ConfigError(f"record order: {len(order)} layers; {geometry.layers} would work")
-    for layer, row in enumerate(order):
-        if sorted(row) != list(range(geometry.experts)):
-            raise ConfigError(
-                f"record order, layer {layer}: {list(row)[:8]}... is no permutation;"
-                f" every record from 0 to {geometry.experts - 1} once would work"
-            )

@@ -675,7 +675,7 @@ def serve_benchmark(model: str, argv: list[str]) -> Any:
 
 
 class _FlakyOnRankOne(FaultyDriver):
-    """Refuses every 151st mapping call of rank 1's moves; an undo needs fewer calls than that."""
+    """Refuses every 61st mapping call of rank 1's moves; an undo needs fewer calls than that."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner, calls={"map", "unmap", "set_access"})
@@ -684,9 +684,9 @@ class _FlakyOnRankOne(FaultyDriver):
         import torch.distributed as dist
 
         if self.fail_at == 0 and dist.get_rank() == 1:
-            self.arm(151)
+            self.arm(61)
         elif self.fail_at and self.counter >= self.fail_at:
-            self.fail_at += 151
+            self.fail_at += 61
         return self.inner.mark()
 
 
