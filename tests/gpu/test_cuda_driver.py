@@ -68,6 +68,36 @@ class TestCudaDriver(DriverSuite):
             torch.cuda.synchronize()
             driver.unmap(address, page)
 
+    def test_neighbours_are_opened_and_unmapped_in_one_call(self, driver: CudaDriver, tier: Tier) -> None:
+        """``cuMemSetAccess`` and ``cuMemUnmap`` over several whole mappings do what a call for each would."""
+        page, log = driver.granularity, []
+        address = driver.reserve(6 * page)
+        handles = [create(driver, 1, tier) for _ in range(6)]
+        plain = driver._api.plain
+
+        def logged(name: str, *args: object) -> object:
+            log.append(name)
+            return plain(name, *args)
+
+        driver._api.plain = logged  # type: ignore[method-assign]
+        pages = tensor_at(address, (6, page), torch.uint8, CUDA)
+        driver.map(address, *handles)
+        driver.set_access(address, 6 * page)
+        for index in range(6):
+            pages[index].fill_(index + 1)
+        torch.cuda.synchronize()
+        driver.unmap(address + page, 4 * page)
+        assert (log.count("cuMemMap"), log.count("cuMemSetAccess"), log.count("cuMemUnmap")) == (6, 1, 1)
+        assert bool((pages[0] == 1).all()) and bool((pages[5] == 6).all()), "their neighbours stay"
+        # The addresses are free, and the pages still hold what was written: they go back in another order.
+        driver.map(address + page, *handles[4:0:-1])
+        driver.set_access(address + page, 4 * page)
+        assert [int(value) for value in pages[:, page - 1].cpu()] == [1, 5, 4, 3, 2, 6]
+        assert bool((pages == pages[:, :1]).all())
+        torch.cuda.synchronize()
+        driver.unmap(address, 6 * page)
+        assert log.count("cuMemUnmap") == 2 and driver.usage().mappings == 0
+
     def test_kernels_see_writes_through_an_alias(self, driver: CudaDriver, tier: Tier) -> None:
         page = driver.granularity
         address = driver.reserve(2 * page)
