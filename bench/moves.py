@@ -1,12 +1,13 @@
 """Growth and restore at the size of a real model, without an engine: how long, and what steps notice.
 
-    python bench/moves.py --json moves.json
+    python bench/moves.py --breakdown --json moves.json
 
 Builds slab, homes and KV region as the GPU engine does and moves levels in turn, three ways: ``inline``, on
 the thread of the steps; ``beside``, on a thread of its own while the device is idle; and ``beside_steps``,
 while the main thread replays a CUDA graph of ``--step-ms`` and works in Python for ``--python-ms`` a step, as
 an engine's scheduler and model runner do. The bubble of a move is the time that its steps took beyond as many
-median steps. Needs an NVIDIA GPU; figures are of this process alone.
+median steps. Groups that leave lie beside each other, or ``--scatter``ed; homes appear behind own addresses
+with ``--mirror``, as for vLLM's kernel. Needs an NVIDIA GPU; figures are of this process alone.
 """
 
 from __future__ import annotations
@@ -41,36 +42,53 @@ from vamp_runtime.memory.slab import ExpertSlab
 
 MIB = 1 << 20
 MODES = ("inline", "beside", "beside_steps")
+FIGURES = ("total", "pages", "bubble", "driver")
 
 
 @dataclass(frozen=True)
 class MoveTime:
-    """One move, milliseconds: from request to publish, steps' excess, and of the driver's own calls."""
+    """One move, milliseconds: from request to publish, steps' excess, and of the driver's own calls.
+
+    ``pages`` is of ``total`` what pages took, without waiting; ``calls`` has count and time by driver call.
+    """
 
     mode: str
     kind: str
     total: float
     bubble: float
     driver: float
+    pages: float
+    calls: dict[str, tuple[int, float]]
 
 
 class Rank:
     """Slab, homes, region and boundary of one GPU, without weights."""
 
-    def __init__(self, layers: int, experts: int, expert_mib: float, ratio: float, kv_mib: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        expert_mib: float,
+        ratio: float,
+        kv_mib: int,
+        mirror: bool = False,
+        scatter: bool = False,
+    ) -> None:
         self.driver = CudaDriver(0, compute_stream=lambda: torch.cuda.current_stream().cuda_stream)
         part = (int(expert_mib * MIB),)
         self.geometry = SlabGeometry.plan(layers, experts, part, self.driver.granularity, ratio)
         page = self.geometry.page_bytes
         ledger = PageLedger(page)
-        self.slab = ExpertSlab(self.driver, ledger, self.geometry)
+        self.slab = ExpertSlab(self.driver, ledger, self.geometry, mirror=mirror)
+        groups = range(self.geometry.movable_groups)
+        for layer in range(layers if scatter else 0):
+            self.slab.set_coldness(layer, [*groups[::2], *groups[1::2]])
         self.slab.refresh_homes(1 << 60)
         pages = kv_mib * MIB // page
         most = pages + self.geometry.max_level * self.geometry.pages_per_level
         kv = KVGeometry(1, page, most * page, most, page)
         self.region = KVRegion(self.driver, ledger, kv, pages=pages)
         self.boundary = Boundary(self.slab, self.region, SoleRank(), self.driver)
-        self.driver_s = 0.0
         self.calls: dict[str, list[float]] = {}
         plain = self.driver._api.plain
 
@@ -79,10 +97,7 @@ class Rank:
             try:
                 return plain(name, *args)
             finally:
-                taken = time.perf_counter() - begin
-                if name != "cuEventSynchronize":  # that is waiting for the steps before
-                    self.driver_s += taken
-                self.calls.setdefault(name, []).append(taken * 1e6)
+                self.calls.setdefault(name, []).append((time.perf_counter() - begin) * 1e3)
 
         self.driver._api.plain = clocked  # type: ignore[method-assign]
 
@@ -140,7 +155,8 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
 
     mover = Mover(rank.boundary, to_device, end_process, rank.driver.bind_thread, beside=mode != "inline")
     move = rank.next(kind, levels)
-    rank.driver_s, bubble = 0.0, 0.0
+    bubble = 0.0
+    rank.calls.clear()
     if steps is None:
         begin = time.perf_counter()
         mover.start(move)
@@ -157,7 +173,11 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
         taken += [steps.one(lambda: None) for _ in range(2)]
         bubble = sum(taken) - len(taken) * usual
     assert outcome is not None and outcome.ok, outcome
-    return MoveTime(mode, kind.value, outcome.seconds * 1e3, bubble * 1e3, rank.driver_s * 1e3)
+    calls = {name: (len(times), sum(times)) for name, times in rank.calls.items()}
+    # That one is waiting for the steps before.
+    driver = sum(taken for name, (_, taken) in calls.items() if name != "cuEventSynchronize")
+    total, pages = outcome.seconds * 1e3, outcome.pages_seconds * 1e3
+    return MoveTime(mode, kind.value, total, bubble * 1e3, driver, pages, calls)
 
 
 def rows(
@@ -173,11 +193,23 @@ def rows(
             row["mib"] = levels * rank.geometry.pages_per_level * rank.geometry.page_bytes // MIB
             row["groups"] = levels * rank.geometry.layers
             row["step_ms"] = arguments.step_ms if mode == "beside_steps" else 0.0
-            for name in ("total", "bubble", "driver"):
+            row["mirror"], row["scatter"] = arguments.mirror, arguments.scatter
+            for name in FIGURES:
                 values = sorted(getattr(time, name) for time in some)
                 row[f"{name}_ms_median"] = statistics.median(values)
                 row[f"{name}_ms_max"] = values[-1]
+            if arguments.breakdown:
+                row["calls"] = breakdown(some)
             yield row
+
+
+def breakdown(some: list[MoveTime]) -> dict[str, dict[str, float]]:
+    """Median count and milliseconds of each driver call in a move, the longest first."""
+    found = {}
+    for name in {name for move in some for name in move.calls}:
+        counts, times = zip(*(move.calls.get(name, (0, 0.0)) for move in some), strict=True)
+        found[name] = {"count": statistics.median(counts), "ms_median": statistics.median(times)}
+    return dict(sorted(found.items(), key=lambda call: -call[1]["ms_median"]))
 
 
 @contextmanager
@@ -199,6 +231,11 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=6, help="moves of each kind and mode")
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--python-ms", type=float, default=2.0)
+    parser.add_argument("--breakdown", action="store_true", help="time and number of each driver call")
+    parser.add_argument(
+        "--scatter", action="store_true", help="no group that leaves has a neighbour that does"
+    )
+    parser.add_argument("--mirror", action="store_true", help="homes behind the own addresses of groups out")
     parser.add_argument("--commit", default=git_commit())
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -209,8 +246,9 @@ def main() -> None:
             arguments.expert_mib,
             arguments.max_offload_ratio,
             arguments.kv_mib,
+            arguments.mirror,
+            arguments.scatter,
         )
-    rank.calls.clear()
     steps = Steps(arguments.step_ms, arguments.python_ms)
     found = []
     for mode in MODES:
@@ -219,19 +257,16 @@ def main() -> None:
                 some = steps if mode == "beside_steps" else None
                 found.append(measure(rank, mode, kind, arguments.levels, some))
     rank.boundary.check_integrity()
-    for name, times in sorted(rank.calls.items(), key=lambda call: -sum(call[1])):
-        times.sort()
-        share, high = sum(times) / sum(map(sum, rank.calls.values())), times[len(times) * 99 // 100]
-        print(f"{name:28} {len(times):6} x {statistics.median(times):9.1f} us, p99 {high:9.1f}, {share:4.0%}")
-    table = Table("operation", "mode", "MiB", "groups", "total ms", "bubble ms", "driver ms")
+    table = Table("operation", "mode", "MiB", "groups", *(f"{name} ms" for name in FIGURES))
     result = list(rows(found, rank, arguments.levels, arguments))
     for row in result:
-        figures = [
-            f"{row[f'{name}_ms_median']:.1f} (max {row[f'{name}_ms_max']:.1f})"
-            for name in ("total", "bubble", "driver")
-        ]
+        figures = [f"{row[f'{name}_ms_median']:.1f} (max {row[f'{name}_ms_max']:.1f})" for name in FIGURES]
         table.add_row(row["operation"], row["mode"], str(row["mib"]), str(row["groups"]), *figures)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
+    for row in result if arguments.breakdown else ():
+        print(f"{row['operation']}, {row['mode']}")
+        for name, call in row["calls"].items():
+            print(f"  {name:22} {call['count']:6.0f} calls {call['ms_median']:8.2f} ms")
     if arguments.json:
         arguments.json.write_text(json.dumps(record(result, arguments.commit), indent=1) + "\n")
 
@@ -248,6 +283,7 @@ def record(result: list[dict[str, Any]], commit: str) -> dict[str, Any]:
         "notes": [
             "host clock; total: from request to publish",
             "bubble: what its steps took beyond as many median ones; without steps, until start returned",
+            "pages: of total, without waiting for steps, other ranks and the step that publishes",
             "driver: inside the CUDA driver's calls, without the wait for the steps before",
         ],
         "rows": result,
