@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from vamp_runtime.errors import IntegrityError
+from vamp_runtime.memory.runs import runs
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,17 @@ class HomeSlots:
         return copies
 
     def _line_up(self, placed: dict[int, int]) -> None:
-        """Let groups change slots of the same kind, so that neighbours have neighbouring homes: one copy."""
+        """Turn round groups that follow each other downwards, so that neighbours can be copied as one.
+
+        Otherwise slots stay in the order of coldness: whatever is out then lies together, for staging.
+        """
         for kind in product((True, False), repeat=2):
-            alike = [g for g, s in placed.items() if (s < self._peer, self._group_of[s] is None) == kind]
-            slots = sorted(placed[group] for group in alike)
-            placed.update(zip(sorted(alike), slots, strict=True))
+            alike = [
+                (-g, s) for g, s in placed.items() if (s < self._peer, self._group_of[s] is None) == kind
+            ]
+            for run in runs(alike):
+                turned = zip(run, reversed(run), strict=True)
+                placed.update((-negative, slot) for (negative, _), (_, slot) in turned)
 
     def begin(self, copies: HomeCopies) -> None:
         """Give up what their slots and groups hold: the slots' bytes are about to be overwritten."""

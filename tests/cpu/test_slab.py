@@ -265,6 +265,24 @@ def test_home_plans_keep_what_is_wanted(
         assert {group: homes.slot_of(group) for group in held} == held
 
 
+@pytest.mark.parametrize(
+    ("wanted", "peer", "slots"),
+    [
+        ([5, 4, 3, 2], 0, {2: 0, 3: 1, 4: 2, 5: 3}),
+        ([2, 3, 4, 5], 0, {2: 0, 3: 1, 4: 2, 5: 3}),
+        ([7, 1, 5, 4], 0, {7: 0, 1: 1, 4: 2, 5: 3}),
+        ([0, 6, 2, 4], 0, {0: 0, 6: 1, 2: 2, 4: 3}),
+        ([5, 4, 3, 2], 2, {2: 0, 3: 1, 4: 2, 5: 3}),
+    ],
+)
+def test_homes_of_neighbours_are_neighbours(wanted: list[int], peer: int, slots: dict[int, int]) -> None:
+    """Ascending, as the records are; groups that are not neighbours lie in the order of coldness."""
+    homes = HomeSlots(4, peer)
+    for job in homes.plan(wanted, ()):
+        make(homes, job)
+    assert {group: homes.slot_of(group) for group in wanted} == slots
+
+
 def make(homes: HomeSlots, job: HomeCopies) -> None:
     homes.begin(job)
     for group, slot in job.copies:
