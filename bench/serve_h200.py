@@ -32,7 +32,7 @@ from pathlib import Path
 import serve_load
 import serve_record as keep
 import serve_steps
-from serve_arms import GIB, PARTS, Machine, Part, check_shared_memory, parse_arm, set_environment
+from serve_arms import GIB, PARTS, Arm, Machine, Part, check_shared_memory, parse_arm, set_environment
 from serve_points import Points
 
 from vamp_integration.replay.arms import parse_engine_args
@@ -88,7 +88,9 @@ def parse() -> argparse.ArgumentParser:
 
 def _load_options(parser: argparse.ArgumentParser, part: Part) -> None:
     parser.add_argument("--sessions", nargs="*", type=int, default=[28])
-    parser.add_argument("--arms", nargs="+", default=list(part.default))
+    parser.add_argument(
+        "--arms", nargs="+", default=list(part.default), help="ARM, or ARM@16 for 16 sessions only"
+    )
     parser.add_argument(
         "--measure", type=float, default=90.0, help="seconds after every session's first turn"
     )
@@ -175,10 +177,21 @@ def machine(arguments: argparse.Namespace, max_model_len: int) -> Machine:
     return replace(whole, **tiny)
 
 
+def wanted_points(arguments: argparse.Namespace) -> list[tuple[int, Arm]]:
+    """Numbers of sessions and arms to replay, in order; an arm with ``@16`` at 16 sessions only."""
+    wanted = []
+    for number in arguments.sessions:
+        for name in arguments.arms:
+            arm, _, only = name.partition("@")
+            if not only or only == str(number):
+                wanted.append((number, parse_arm(arm, arguments.policy)))
+    return wanted
+
+
 def run_part(arguments: argparse.Namespace, name: str) -> int:
     """Measure what is not in the part's results yet; the exit code."""
-    part, arms = PARTS[name], [parse_arm(arm, arguments.policy) for arm in arguments.arms]
-    for arm in arms:
+    part, wanted = PARTS[name], wanted_points(arguments)
+    for _, arm in wanted:
         if arm.kind not in part.arms:
             raise ConfigError(f"--arms {arm.name}: not in {name}; it runs {', '.join(part.arms)}")
     plan = serve_steps.Plan(growth_batch=arguments.growth_batch)
@@ -186,7 +199,8 @@ def run_part(arguments: argparse.Namespace, name: str) -> int:
         arguments.routing = "" if arguments.tiny else ROUTING
     if arguments.tiny:
         arguments.workload, arguments.traces = "demo", Path(__file__).parent / "traces"
-        arms = [replace(arm, staging="off", policy=arguments.policy if arm.vamp else "") for arm in arms]
+        policy = arguments.policy
+        wanted = [(n, replace(arm, staging="off", policy=policy if arm.vamp else "")) for n, arm in wanted]
         plan = serve_steps.Plan(
             steps=20, point_s=2, warm_prompts=2, warm_tokens=500, warm_batch=4, growth_bytes=1, growth_batch=2
         )
@@ -196,7 +210,7 @@ def run_part(arguments: argparse.Namespace, name: str) -> int:
     started = machine(arguments, workload.max_model_len)
     check_shared_memory(part, started)
     points = Points(arguments, name, part, started, trace, plan)
-    for number, arm in [(number, arm) for number in arguments.sessions for arm in arms]:
+    for number, arm in wanted:
         points.replay(arm, number)
     for index, share in enumerate(arguments.shares):
         for batch in arguments.batches:

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -48,6 +47,8 @@ class EngineFacts:
         bandwidth: bytes/s at which a kernel reads host memory.
         layers: of the model; its prefill time is spread over them.
         staged: large steps bring experts to HBM while layers compute.
+        step_tokens: most tokens of a step.
+        prefill_share: as VAMP's setting, at this time.
     """
 
     layout: Layout
@@ -55,6 +56,8 @@ class EngineFacts:
     bandwidth: float
     layers: int
     staged: bool
+    step_tokens: int
+    prefill_share: float
 
 
 def cache_layout(config: KVCacheConfig, block_tokens: int) -> Layout:
@@ -73,7 +76,9 @@ def cache_layout(config: KVCacheConfig, block_tokens: int) -> Layout:
     return Layout(block_tokens, frozenset(attention), frozenset(state))
 
 
-def engine_facts(vllm_config: Any, config: KVCacheConfig, block_tokens: int) -> EngineFacts:
+def engine_facts(
+    vllm_config: Any, config: KVCacheConfig, block_tokens: int, prefill_share: float
+) -> EngineFacts:
     """The facts of a live engine; ``ConfigError`` where the policy does not know its KV cache."""
     chosen, device = settings.of(vllm_config), vllm_config.device_config.device_type
     assert chosen is not None
@@ -85,6 +90,8 @@ def engine_facts(vllm_config: Any, config: KVCacheConfig, block_tokens: int) -> 
         bandwidth=hardware_profile(chosen, device).host_read_bandwidth.value,
         layers=hf_config.num_hidden_layers,
         staged=chosen.staging != "off" and device != "cpu",
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        prefill_share=prefill_share,
     )
 
 
@@ -144,6 +151,8 @@ class Measured:
             bandwidth=self.facts.bandwidth,
             layers=capacity.layers,
             hidden_s_per_token=hidden,
+            step_tokens=self.facts.step_tokens,
+            prefill_share=self.facts.prefill_share,
         )
         self.measurements.announce(reads, link)
 
@@ -157,7 +166,9 @@ class Measured:
         self.measurements.step(time.monotonic(), tokens)
 
     def looked_up(self, request: Any, hit_tokens: int, loaded_tokens: int) -> None:
-        self.measurements.looked_up(time.monotonic(), self._hashes(request), hit_tokens, loaded_tokens)
+        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks()
+        tokens = hit_tokens, loaded_tokens
+        self.measurements.looked_up(time.monotonic(), self._hashes(request), *tokens, used)
 
     def rest(self, request: Any) -> None:
         """``request`` is about to free its blocks: note those with cached content."""
@@ -208,14 +219,11 @@ class Measured:
     def _victims(
         self, now: float, wanted: int, clean: Sequence[KVCacheBlock], hits: Collection[KVCacheBlock]
     ) -> list[int]:
-        """Free blocks to evict: without content first, then as measured, then as vLLM would."""
+        """Free blocks to evict: without content first, then as measured."""
         free = list(self.pool.free_order([*clean, *hits]))
-        empty = [block.block_id for block in free if block.block_hash is None][:wanted]
+        empty = [block.block_id for block in free if block.block_hash is None]
         cached = dict.fromkeys(block.block_id for block in free if block.block_hash is not None)
-        ranked = self.measurements.victims(now, wanted - len(empty), cached) if wanted > len(empty) else []
-        chosen = dict.fromkeys((*empty, *ranked))
-        others = (block_id for block_id in cached if block_id not in chosen)
-        return [*chosen, *islice(others, wanted - len(chosen))]
+        return [*empty, *self.measurements.victims(now, wanted - len(empty), cached)][:wanted]
 
     def aim(self, level: int, blocks_at: Sequence[int]) -> int:
         """Levels worth asking for beyond ``level``, at most up to that of the last of ``blocks_at``."""
@@ -232,25 +240,30 @@ class Measured:
     ) -> RestoreDecision:
         """Whether a level goes back; ``cached_tail`` are the cached blocks that would go with it."""
         now, measurements, tail = time.monotonic(), self.measurements, set(cached_tail)
+        capacity = self.pool.num_gpu_blocks
         on_host = self._on_host if situation.copied_blocks else None
 
         def saving(levels: int) -> float:
-            return -measurements.offload_price(now, level, level - levels)
+            return -measurements.offload_price(now, capacity, level, level - levels)
 
         def loss(blocks: int, cached: int) -> float:
-            return measurements.tail_price(now, tail, blocks, self.pool.num_gpu_blocks, on_host)
+            return measurements.tail_price(now, tail, blocks, capacity, level, on_host)
 
         return restore_by(situation, saving, loss, self.costs.restore)
 
     def order(self, waiting: Any) -> None:
-        """Put requests whose prefix is still there first, in place; only where the order is vLLM's own."""
+        """Look at who waits: what they go on from is evicted last; those whose prefix is there come first.
+
+        The order is changed in place, and only where it is vLLM's own.
+        """
         now = time.monotonic()
-        if not isinstance(waiting, FCFSRequestQueue) or len(waiting) < 2:
-            return
         if now - self._ordered_at < ORDER_EVERY_S:
             return
         self._ordered_at = now
         requests = list(waiting)
+        self.measurements.await_all(map(self._hashes, requests))
+        if not isinstance(waiting, FCFSRequestQueue) or len(requests) < 2:
+            return
         order = admission_order(
             [self._waiting(request) for request in requests], time.time(), self.parameters.fairness_s
         )

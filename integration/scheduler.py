@@ -126,8 +126,9 @@ class VampSchedulerMixin:
 
     def measure(self) -> None:
         """Begin to measure anew, or stop: as the policy now chosen has it."""
-        block_size = self.block_size  # type: ignore[attr-defined]
-        self.arbiter.measure(lambda: engine_facts(self.vllm_config, self.kv_cache_config, block_size))  # type: ignore[attr-defined]
+        engine: Any = self
+        kv = engine.kv_cache_config, engine.block_size
+        self.arbiter.measure(lambda: engine_facts(engine.vllm_config, *kv, self.paced.pace.share))
 
     def vamp_report(self) -> dict[str, Any]:
         """Level, blocks, moves and decisions so far, as plain data."""

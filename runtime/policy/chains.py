@@ -13,6 +13,9 @@ from typing import NamedTuple
 # A request that begins with this share of a chain or more continues it; with less it is another session that
 # begins alike (the same system prompt).
 CONTINUES = 0.75
+# So many states of a chain, the last ones, are worth keeping: what eviction from its end leaves, and a prompt
+# that goes on from an earlier turn, needs one of them.
+KEPT_STATES = 3
 
 
 class Part(NamedTuple):
@@ -39,10 +42,7 @@ class Layout:
 
 def usable_tokens(parts: Iterable[Part], layout: Layout) -> int:
     """Longest prefix that a request could be given from ``parts``, in tokens."""
-    ends: dict[int, set[int]] = {group: set() for group in layout.attention | layout.state}
-    for part in parts:
-        if part.group in ends:
-            ends[part.group].add(part.end)
+    ends = _ends(parts, layout)
     reach = max((max(found, default=0) for found in ends.values()), default=0)
     for group in layout.attention:
         whole = 0
@@ -55,6 +55,21 @@ def usable_tokens(parts: Iterable[Part], layout: Layout) -> int:
     return max((end for end in states if end <= reach), default=0)
 
 
+def _ends(parts: Iterable[Part], layout: Layout) -> dict[int, set[int]]:
+    """By group, the tokens up to which there is a block."""
+    ends: dict[int, set[int]] = {group: set() for group in layout.attention | layout.state}
+    for part in parts:
+        if part.group in ends:
+            ends[part.group].add(part.end)
+    return ends
+
+
+def _state_ends(parts: Iterable[Part], layout: Layout) -> set[int]:
+    """Tokens after which the state of every group is there."""
+    ends = _ends(parts, layout)
+    return set.intersection(*(ends[group] for group in layout.state)) if layout.state else set()
+
+
 @dataclass(eq=False)
 class Chain:
     """One prefix.
@@ -63,8 +78,10 @@ class Chain:
         hashes: of its blocks, from the first on; they name a prefix each.
         used_at: when it was last used, in seconds.
         curable: tokens that a request would have been given had every block stayed.
-        size: blocks it had when it came to rest: what keeping it takes.
+        size: blocks worth keeping when it came to rest, and more in proportion since a longer prompt goes on
+            from it: what keeping it takes.
         blocks: those still there, by id.
+        under_way: a request goes on from it now.
     """
 
     hashes: Sequence[Hashable]
@@ -72,7 +89,9 @@ class Chain:
     curable: int = 0
     size: int = 0
     blocks: dict[int, Part] = field(default_factory=dict)
+    under_way: bool = False
     _usable: int | None = None
+    _old: tuple[int, ...] | None = None
 
     def usable(self, layout: Layout) -> int:
         """Tokens that a request would be given now."""
@@ -83,9 +102,21 @@ class Chain:
     def hold(self, blocks: Mapping[int, Part]) -> None:
         self.blocks, self._usable = dict(blocks), None
 
+    def old_states(self, layout: Layout) -> list[int]:
+        """Blocks with states before the ``KEPT_STATES`` last at which all are there."""
+        if not layout.state:
+            return []
+        ends = sorted(_state_ends(self.blocks.values(), layout), reverse=True)
+        if len(ends) <= KEPT_STATES:
+            return []
+        kept = ends[KEPT_STATES - 1]
+        return [
+            block for block, part in self.blocks.items() if part.group in layout.state and part.end < kept
+        ]
+
     def drop(self, block: int) -> None:
         del self.blocks[block]
-        self._usable = None
+        self._usable = self._old = None
 
 
 class Lookup(NamedTuple):
@@ -148,6 +179,8 @@ class Chains:
         if found is None:
             return None
         chain, shared = found
+        chain.size = max(chain.size, chain.size * len(hashes) // len(chain.hashes))
+        chain.under_way = True
         newer = 0
         for other in reversed(self._chains):
             if other is chain:
@@ -166,7 +199,10 @@ class Chains:
         chain = found[0] if found else Chain(hashes, now_s)
         self._unlink(chain)
         chain.hold(blocks)
-        chain.hashes, chain.size, chain.curable = hashes, len(blocks), chain.usable(self.layout)
+        chain.under_way = False
+        chain.hashes, chain.size = hashes, len(blocks) - len(chain.old_states(self.layout))
+        # Under pressure the newest states may be gone already; all but the last block had one on its way.
+        chain.curable = max(chain.usable(self.layout), (len(hashes) - 1) * self.layout.block_tokens)
         for block in blocks:
             self._owners.setdefault(block, set()).add(chain)
             self.orphans.pop(block, None)
@@ -207,6 +243,16 @@ class Chains:
         while self._chains and now_s - next(iter(self._chains)).used_at > after_s:
             self.forget(next(iter(self._chains)), now_s)
 
+    def old_states(self) -> Iterator[int]:
+        """Blocks with old states that only one chain has, the chain unused for longest first."""
+        for chain in self._chains:
+            yield from (block for block in chain.old_states(self.layout) if len(self._owners[block]) == 1)
+
+    @property
+    def size_under_way(self) -> int:
+        """Blocks that chains hold which requests go on from now."""
+        return sum(chain.size for chain in self._chains if chain.under_way)
+
     def owned(self, block: int) -> bool:
         """Whether a chain has ``block``."""
         return block in self._owners
@@ -227,7 +273,7 @@ class Chains:
         """Owners and chains agree, and every chain is good for what its blocks say."""
         for chain in self._chains:
             assert chain.usable(self.layout) == usable_tokens(chain.blocks.values(), self.layout)
-            assert chain.usable(self.layout) <= chain.curable and len(chain.blocks) <= chain.size
+            assert chain.usable(self.layout) <= chain.curable
             assert all(chain in self._owners[block] for block in chain.blocks)
         assert all(owners for owners in self._owners.values()) and not self._owners.keys() & self.orphans
         for block, owners in self._owners.items():

@@ -14,10 +14,11 @@ from vamp_runtime.policy.parameters import CostParameters
 class Action(enum.Enum):
     """What to do about the blocks that are missing.
 
-    At equal cost the first in this order wins, because it moves the least state: evicting only drops hashes,
-    and a level can still be given later; spilling is evicting where host memory holds copies; combined moves
-    fewer levels than expanding; waiting moves the same levels and delays a request; preempting throws away
-    the computed state of a request that is being served.
+    At equal cost blocks that an earlier move has left over are taken first; else the first in this order
+    wins, because it moves the least state: evicting only drops hashes, and a level can still be given later;
+    spilling is evicting where host memory holds copies; combined moves fewer levels than expanding; waiting
+    moves the same levels and delays a request; preempting throws away the computed state of a request that is
+    being served.
     """
 
     EVICT = "evict"
@@ -216,7 +217,7 @@ def decide_by(situation: Situation, prices: Prices, parameters: CostParameters) 
     )
     feasible = [option for option in options if option.infeasible is None]
     nothing = _Option(Action.WAIT, 0.0, None)
-    chosen = min(feasible, key=lambda o: (o.cost_s, TIE_ORDER[o.action]), default=nothing)
+    chosen = min(feasible, key=lambda o: (o.cost_s, *_tie(o)), default=nothing)
     assert chosen.levels <= expansion.room and chosen.take_blocks <= situation.reserve_blocks
     assert chosen.evict_blocks <= situation.evictable_blocks
     rejected = tuple(
@@ -232,6 +233,12 @@ def decide_by(situation: Situation, prices: Prices, parameters: CostParameters) 
         rejected=rejected,
         bound=bound[0] if bound else None,
     )
+
+
+def _tie(option: _Option) -> tuple[bool, int]:
+    """Blocks that are there already come before all else: taking them moves nothing and loses nothing."""
+    there = option.action is Action.EXPAND and not option.levels
+    return not there, TIE_ORDER[option.action]
 
 
 def describe(decision: Decision) -> str:

@@ -95,29 +95,41 @@ def offload_s(
 # Capacity.
 
 
-def cured_s(curve: HitCurve, before: int, after: int, token_s: float, horizon_s: float) -> float:
+def cured_s(
+    curve: HitCurve, capacity: int, before: int, after: int, token_s: float, horizon_s: float
+) -> float:
     """What going from ``before`` to ``after`` blocks would save, with whole prefixes kept.
 
     A miss counts where the prefix had been there and ``after`` blocks would have kept it: first turns, and
     what a hybrid model would not have hit anyway, are worth nothing, and so is capacity beyond the last knee.
 
     Args:
+        capacity: blocks that there are now.
         token_s: seconds that a missed token takes: to prefill, or to load from host memory.
     """
-    return (curve.held(after) - curve.held(before)) * token_s * horizon_s
+    return (curve.expected(capacity, after) - curve.expected(capacity, before)) * token_s * horizon_s
 
 
-def best_level(
-    levels: Sequence[int], offload: Callable[[int], float], cured: Callable[[int], float]
-) -> tuple[int, float]:
-    """The level of ``levels`` with the largest ``cured - offload``, and that gain; at a tie the first.
+def load_s(missed: float, token_s: float, decode: float, prefill: float, prefill_share: float) -> float:
+    """GPU seconds a second that depend on the level: misses that capacity would cure, and what reads add.
 
-    Both are prices against the level now. Looking at all levels at once, and not at the next one only, is
-    what finds a knee that several levels away is worth its price and one level away is worth nothing.
+    Args:
+        missed: tokens a second that a capacity misses although they had been there.
+        token_s: seconds that one takes at the level, its share of the step's reads included.
+        decode, prefill: seconds a second that reads add to steps that decode, and to those that prefill what
+            is not missed.
+        prefill_share: what pacing keeps the latter to (``policy/pace.py``): beyond it more prompts share one.
     """
-    gains = [(cured(level) - offload(level), -place) for place, level in enumerate(levels)]
-    gain, place = max(gains)
-    return levels[-place], gain
+    return missed * token_s + decode + min(prefill, prefill_share)
+
+
+def best_level(levels: Sequence[int], load: Callable[[int], float]) -> int:
+    """The level of ``levels`` with the least load; at a tie the first.
+
+    Looking at all levels at once, and not at the next one only, is what finds a knee that several levels away
+    is worth its price and one level away is worth nothing.
+    """
+    return min(levels, key=load)
 
 
 # Victims.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from vamp_runtime.policy.chains import Chains, Layout, Loss, Part
+from vamp_runtime.policy.chains import Chain, Chains, Layout, Loss, Part
 from vamp_runtime.policy.cost import overhead
 from vamp_runtime.policy.measured import (
     MeasuredParameters,
@@ -14,6 +16,7 @@ from vamp_runtime.policy.measured import (
     chain_rank,
     cured_s,
     eviction_s,
+    load_s,
     offload_s,
     preempt_s,
 )
@@ -25,6 +28,10 @@ from vamp_runtime.policy.reuse import HitCurve, ReuseDistances, ReuseTimes
 MOST_CHAINS = 1024
 # Curves are made anew after this many seconds; decisions come faster than they change.
 ANEW_EVERY_S = 0.25
+# Requests under way hold blocks that no chain has yet: the most at so many lookups have to fit too.
+BESIDE_LOOKUPS = 16
+# Steps of more tokens than this prefill.
+MOST_DECODING = 512.0
 # Lookups that missed something after which what they loaded counts half.
 LOADED_HALF_LIFE = 100.0
 
@@ -38,12 +45,33 @@ class Link:
         bandwidth: bytes/s at which a kernel reads host memory.
         layers: with experts.
         hidden_s_per_token: seconds per token of a step that transfers are hidden behind, in one layer.
+        step_tokens: most tokens of a step.
+        prefill_share: share of the time that pacing leaves to the reads of steps that prefill.
     """
 
     expert_bytes: int
     bandwidth: float
     layers: int
     hidden_s_per_token: float
+    step_tokens: int
+    prefill_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class ReadSeconds:
+    """What reads add, in seconds by level.
+
+    Attributes:
+        step: to one layer of a step, as steps were.
+        decode: a second, to steps that decode.
+        prefill: a second, to steps that prefill, had nothing been missed that capacity would cure.
+        token: to a missed token.
+    """
+
+    step: Sequence[float]
+    decode: Sequence[float]
+    prefill: Sequence[float]
+    token: Sequence[float]
 
 
 class Measurements:
@@ -67,10 +95,12 @@ class Measurements:
         self.load_block_s = load_block_s
         self._missed = self._loaded = 0.0
         self.chains = Chains(layout, MOST_CHAINS, times.ended)
+        self._awaited: Set[Chain] = frozenset()
         self._distances = ReuseDistances(window_s)
+        self._beside: deque[int] = deque(maxlen=BESIDE_LOOKUPS)
         self._forget_s = max(window_s, parameters.horizon_max_s)
         self._curve: tuple[float, HitCurve] | None = None
-        self._per_layer: tuple[float, list[float]] | None = None
+        self._read_s: tuple[float, ReadSeconds] | None = None
         self._reads: LevelReads | None = None
         self._link: Link | None = None
         self._pressed_since = self._pressed_at = float("-inf")
@@ -90,16 +120,29 @@ class Measurements:
             self._reads.counted(reads, steps)
 
     def looked_up(
-        self, now_s: float, hashes: Sequence[Hashable], hit_tokens: int = 0, loaded_tokens: int = 0
+        self,
+        now_s: float,
+        hashes: Sequence[Hashable],
+        hit_tokens: int = 0,
+        loaded_tokens: int = 0,
+        used_blocks: int = 0,
     ) -> None:
-        """A request is admitted, for the first time; so many tokens it finds, and loads from host memory."""
+        """A request is admitted, for the first time.
+
+        Args:
+            hit_tokens, loaded_tokens: tokens that it finds, and loads from host memory.
+            used_blocks: blocks that requests under way hold.
+        """
         self.chains.forget_unused(now_s, self._forget_s)
+        self._beside.append(max(0, used_blocks - self.chains.size_under_way))
+        if self._reads is not None:
+            self._reads.looked_up()
         lookup = self.chains.looked_up(now_s, hashes)
         if lookup is None:
             self._distances.record(now_s, 0, 0)
             return
         self.times.reused(lookup.age_s)
-        self._distances.record(now_s, lookup.need, lookup.tokens)
+        self._distances.record(now_s, lookup.need + max(self._beside), lookup.tokens, hit_tokens)
         if lookup.tokens > hit_tokens:
             decay, missed = 0.5 ** (1 / LOADED_HALF_LIFE), lookup.tokens - hit_tokens
             self._missed = decay * self._missed + missed
@@ -120,6 +163,11 @@ class Measurements:
 
     # Choices.
 
+    def await_all(self, waiting: Iterable[Sequence[Hashable]]) -> None:
+        """Requests with these blocks wait for admission: what they go on from is needed next."""
+        found = (self.chains.match(hashes) for hashes in waiting)
+        self._awaited = {match[0] for match in found if match}
+
     def cached_tokens(self, hashes: Sequence[Hashable]) -> int:
         """Tokens that a request with these blocks would be given, about."""
         found = self.chains.match(hashes)
@@ -128,25 +176,37 @@ class Measurements:
         chain, shared = found
         return min(chain.usable(self.chains.layout), shared * self.chains.layout.block_tokens)
 
-    def victims(self, now_s: float, count: int, free: Container[int]) -> list[int]:
-        """Up to ``count`` blocks of ``free`` to evict, in that order; none that no chain has ever had."""
-        chosen = [block for block in self.chains.orphans if block in free][:count]
-        if len(chosen) < count:
-            layout, prefill = self.chains.layout, self.cost.t_prefill_s
-            ranked = sorted(
-                self.chains, key=lambda chain: chain_rank(chain, layout, self.times, now_s, prefill)
-            )
-            for block in self.chains.order(ranked, free):
-                chosen.append(block)
-                if len(chosen) == count:
-                    break
-        return chosen
+    def victims(self, now_s: float, count: int, free: Collection[int]) -> list[int]:
+        """Up to ``count`` blocks of ``free`` to evict, in that order.
+
+        First those of no chain any more and old states; then chains, last those that a waiting request goes
+        on from; then, in the order given, what requests under way have left: their sessions' newest states.
+        """
+        layout, prefill, awaited = self.chains.layout, self.cost.t_prefill_s, self._awaited
+
+        def rank(chain: Chain) -> tuple[bool, tuple[float, float]]:
+            return chain in awaited, chain_rank(chain, layout, self.times, now_s, prefill)
+
+        def all_of_them() -> Iterator[int]:
+            yield from self.chains.orphans
+            yield from self.chains.old_states()
+            yield from self.chains.order(sorted(self.chains, key=rank), free)
+            yield from free
+
+        chosen: dict[int, None] = {}
+        for block in all_of_them() if count > 0 else ():
+            if block in free:
+                chosen[block] = None
+            if len(chosen) == count:
+                break
+        return list(chosen)
 
     def eviction_price(
         self,
         now_s: float,
         victims: Collection[int],
         capacity: int,
+        level: int,
         on_host: Callable[[int], bool] | None = None,
     ) -> float:
         """Having ``victims`` no more: nothing where they are good for nothing.
@@ -160,7 +220,8 @@ class Measurements:
         if not tokens:
             return 0.0
         token_s = sum(back_s(loss, prefill_s, self.load_block_s) for loss in lost) / tokens
-        cured = self.cured(now_s, capacity, capacity + len(victims), token_s)
+        token_s += token_s / prefill_s * self._read_token_s(now_s, capacity, level)
+        cured = self.cured(now_s, capacity, capacity, capacity + len(victims), token_s)
         return self._now_lost(now_s, lost) if cured is None else cured
 
     def tail_price(
@@ -169,26 +230,22 @@ class Measurements:
         blocks: Collection[int],
         count: int,
         capacity: int,
+        level: int,
         on_host: Callable[[int], bool] | None = None,
     ) -> float:
         """Giving ``count`` blocks up for good, among them the cached ``blocks``, which nobody chose."""
         lost = self._now_lost(now_s, self.chains.loss_of(blocks, on_host))
-        return lost + (self.cured(now_s, capacity - count, capacity) or 0.0)
+        token_s = self.missed_token_s(now_s, capacity, level)
+        return lost + (self.cured(now_s, capacity, capacity - count, capacity, token_s) or 0.0)
 
-    def offload_price(self, now_s: float, before: int, after: int) -> float:
+    def offload_price(self, now_s: float, capacity: int, before: int, after: int) -> float:
         """Going from level ``before`` to ``after``, over the horizon; below 0 where that is less."""
         if self._reads is None or self._link is None:
             return 0.0
-        link, per_layer = self._link, self._per_layer_s(now_s, self._reads, self._link)
-        top = len(per_layer) - 1
-        return offload_s(
-            per_layer,
-            min(before, top),
-            min(after, top),
-            link.layers,
-            self._reads.steps_per_s,
-            self.horizon_s(now_s),
-        )
+        step_s = self._reading(now_s, capacity).step
+        top = len(step_s) - 1
+        levels, steps_per_s = (min(before, top), min(after, top)), self._reads.steps_per_s
+        return offload_s(step_s, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
 
     def preempt_price(self, blocks: int, partial_tokens: int) -> float:
         lost = blocks * self.chains.layout.block_tokens + partial_tokens
@@ -200,35 +257,37 @@ class Measurements:
         Args:
             blocks_at: blocks at each level, from 0 up to the highest allowed.
         """
-        if self.cured(now_s, capacity, capacity) is None:
+        curve = self.curve(now_s)
+        if self._link is None or curve.lookups < self.parameters.min_lookups:
             return level
+        reading, share = self._reading(now_s, capacity), self._link.prefill_share
 
-        def cured(wanted: int) -> float:
-            return self.cured(now_s, capacity, capacity + blocks_at[wanted] - blocks_at[level]) or 0.0
+        def load(wanted: int) -> float:
+            blocks = capacity + blocks_at[wanted] - blocks_at[level]
+            missed = curve.reusable - curve.expected(capacity, blocks)
+            token_s = self.missed_token_s(now_s, capacity, wanted)
+            return load_s(missed, token_s, reading.decode[wanted], reading.prefill[wanted], share)
 
-        def offload(wanted: int) -> float:
-            return self.offload_price(now_s, level, wanted)
+        return best_level(range(level, min(len(blocks_at), len(reading.step))), load)
 
-        return best_level(range(level, len(blocks_at)), offload, cured)[0]
-
-    def cured(self, now_s: float, before: int, after: int, token_s: float | None = None) -> float | None:
+    def cured(self, now_s: float, capacity: int, before: int, after: int, token_s: float) -> float | None:
         """Seconds that capacity would save over the horizon; None while too little is known.
 
-        A missed token takes ``token_s``, by default as long as those missed of late (``missed_token_s``).
+        Args:
+            token_s: seconds that a missed token takes.
         """
         curve = self.curve(now_s)
         if curve.lookups < self.parameters.min_lookups:
             return None
-        token_s = self.missed_token_s if token_s is None else token_s
-        return cured_s(curve, before, after, token_s, self.horizon_s(now_s))
+        return cured_s(curve, capacity, before, after, token_s, self.horizon_s(now_s))
 
-    @property
-    def missed_token_s(self) -> float:
-        """Seconds for a token that was there once: prefill, or its part of a load, as it was of late."""
+    def missed_token_s(self, now_s: float, capacity: int, level: int) -> float:
+        """Seconds for a token that was there once, at ``level``: prefill, or its part of a load."""
         layout, prefill_s = self.chains.layout, self.cost.t_prefill_s
-        load_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, prefill_s)
+        copy_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, prefill_s)
         loaded = self._loaded / self._missed if self._missed else 0.0
-        return loaded * load_s + (1 - loaded) * prefill_s
+        prefill_s += self._read_token_s(now_s, capacity, level)
+        return loaded * copy_s + (1 - loaded) * prefill_s
 
     def curve(self, now_s: float) -> HitCurve:
         """What capacity hits, from the lookups of the window."""
@@ -240,13 +299,39 @@ class Measurements:
         recent = now_s - self._pressed_at <= self.parameters.horizon_min_s
         return self.parameters.horizon_s(now_s - self._pressed_since if recent else 0.0)
 
-    def _per_layer_s(self, now_s: float, reads: LevelReads, link: Link) -> list[float]:
-        if self._per_layer is None or now_s - self._per_layer[0] > ANEW_EVERY_S:
-            seconds = reads.per_layer_s(
-                link.expert_bytes, link.bandwidth, lambda tokens: tokens * link.hidden_s_per_token
+    def _read_token_s(self, now_s: float, capacity: int, level: int) -> float:
+        """Seconds that reads at ``level`` add to a token of a step full of prompts."""
+        if self._reads is None or self._link is None:
+            return 0.0
+        token_s = self._reading(now_s, capacity).token
+        return token_s[min(level, len(token_s) - 1)]
+
+    def _reading(self, now_s: float, capacity: int) -> ReadSeconds:
+        assert self._reads is not None and self._link is not None
+        if self._read_s is None or now_s - self._read_s[0] > ANEW_EVERY_S:
+            reads, link, curve = self._reads, self._link, self.curve(now_s)
+            # Counted by request: both rates are then those of the same load.
+            steps_per_s = curve.lookups_per_s * reads.steps_per_lookup
+
+            def hidden(tokens: float) -> float:
+                return tokens * link.hidden_s_per_token
+
+            on = link.expert_bytes, link.bandwidth, hidden
+            missed = (curve.reusable - curve.now(capacity)) / link.step_tokens
+            gone = min(1.0, missed / steps_per_s) if steps_per_s else 0.0
+            decode = reads.per_layer_s(*on, tokens=(0, MOST_DECODING))
+            prefill = reads.per_layer_s(*on, tokens=(MOST_DECODING, math.inf), largest_gone=gone)
+            full = reads.step_s(link.step_tokens, *on)
+            self._read_s = (
+                now_s,
+                ReadSeconds(
+                    reads.per_layer_s(*on),
+                    [seconds * link.layers * steps_per_s for seconds in decode],
+                    [seconds * link.layers * steps_per_s for seconds in prefill],
+                    [seconds * link.layers / link.step_tokens for seconds in full],
+                ),
             )
-            self._per_layer = now_s, seconds
-        return self._per_layer[1]
+        return self._read_s[1]
 
     def _now_lost(self, now_s: float, lost: Sequence[Loss]) -> float:
         rates = self.cost.t_prefill_s, overhead(self.cost), self.load_block_s
@@ -276,14 +361,15 @@ class MeasuredPrices:
     on_host: Callable[[int], bool] | None = None
 
     def evict(self, blocks: int) -> float:
-        return self.measurements.eviction_price(self.now_s, set(self.victims[:blocks]), self.capacity)
+        victims = set(self.victims[:blocks])
+        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level)
 
     def spill(self, blocks: int) -> float:
         victims = set(self.victims[:blocks])
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.on_host)
+        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level, self.on_host)
 
     def offload(self, levels: int) -> float:
-        return self.measurements.offload_price(self.now_s, self.level, self.level + levels)
+        return self.measurements.offload_price(self.now_s, self.capacity, self.level, self.level + levels)
 
     def combined(self, levels: int, blocks: int) -> float:
         return self.offload(levels) + self.evict(blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -45,6 +46,11 @@ class LevelReads:
         self._counted_steps = 0.0
         self._step_s, self._step_weight = 0.0, 0.0
         self._last_at: float | None = None
+        self._lookups = 0.0
+
+    def looked_up(self) -> None:
+        """A request is admitted."""
+        self._lookups += 1
 
     def step(self, now_s: float, tokens: int) -> None:
         """A step of ``tokens`` tokens is sent off; one of 0 tells nothing."""
@@ -59,6 +65,7 @@ class LevelReads:
         self._sizes = {size: decay * weight for size, weight in self._sizes.items()}
         size = tokens.bit_length()
         self._sizes[size] = self._sizes.get(size, 0.0) + 1
+        self._lookups *= decay
 
     def counted(self, reads: Sequence[float], steps: int) -> None:
         """Take over counts: by level, experts that each of ``steps`` steps read on average."""
@@ -71,36 +78,70 @@ class LevelReads:
         """Steps a second while the engine is busy; 0 before two of them."""
         return self._step_weight / self._step_s if self._step_s else 0.0
 
+    @property
+    def steps_per_lookup(self) -> float:
+        """Steps for each request admitted, of late; 0 before the first."""
+        return sum(self._sizes.values()) / self._lookups if self._lookups else 0.0
+
     def per_layer_s(
-        self, expert_bytes: int, bandwidth: float, hidden: Callable[[float], float]
+        self,
+        expert_bytes: int,
+        bandwidth: float,
+        hidden: Callable[[float], float],
+        tokens: tuple[float, float] = (0, math.inf),
+        largest_gone: float = 0.0,
     ) -> list[float]:
         """By level, seconds that it adds to one layer and step, over the sizes of steps taken.
 
         Args:
             bandwidth: of the link, in bytes/s.
             hidden: by the tokens of a step, seconds of the transfer that its layer hides.
+            tokens: only steps of more than the first and up to the second; the others count as nothing.
+            largest_gone: share of the steps, from the largest down, that count for nothing.
         """
+        left = []
+        for size, share in self._shares():
+            gone = min(share, largest_gone)
+            largest_gone -= gone
+            if tokens[0] < size <= tokens[1]:
+                left.append((size, share - gone))
+        return self._seconds(left, expert_bytes, bandwidth, hidden)
+
+    def step_s(
+        self, tokens: int, expert_bytes: int, bandwidth: float, hidden: Callable[[float], float]
+    ) -> list[float]:
+        """The same for a step of ``tokens`` tokens."""
+        return self._seconds([(float(tokens), 1.0)], expert_bytes, bandwidth, hidden)
+
+    def _shares(self) -> list[tuple[float, float]]:
+        """Tokens of steps taken, from the largest down, and their shares of all."""
         total = sum(self._sizes.values())
-        if not total:
-            return [0.0] * len(self._most)
-        sizes = [(1.5 * 2.0 ** (size - 1) if size > 1 else 1.0, w / total) for size, w in self._sizes.items()]
-        priors = [(tokens, weight, prior_by_level(*self._shape, tokens)) for tokens, weight in sizes]
+        sizes = sorted(self._sizes.items(), reverse=True)
+        return [(1.5 * 2.0 ** (size - 1) if size > 1 else 1.0, weight / total) for size, weight in sizes]
+
+    def _seconds(
+        self,
+        sizes: Sequence[tuple[float, float]],
+        expert_bytes: int,
+        bandwidth: float,
+        hidden: Callable[[float], float],
+    ) -> list[float]:
+        priors = [(tokens, share, prior_by_level(*self._shape, tokens)) for tokens, share in sizes]
         seconds = []
-        for level, most in enumerate(self._most):
-            mean = sum(weight * prior[level] for _, weight, prior in priors)
-            factor = self._over_prior(level, mean)
-            seconds.append(
-                sum(
-                    weight
-                    * layer_s(min(factor * prior[level], most), expert_bytes, bandwidth, hidden(tokens))
-                    for tokens, weight, prior in priors
-                )
-            )
+        for most, factor, level in zip(self._most, self._over_prior(), range(len(self._most)), strict=True):
+            reads = [(tokens, share, min(factor * prior[level], most)) for tokens, share, prior in priors]
+            added = (share * layer_s(read, expert_bytes, bandwidth, hidden(n)) for n, share, read in reads)
+            seconds.append(sum(added))
         return seconds
 
-    def _over_prior(self, level: int, prior: float) -> float:
-        """What was counted at ``level``, as a multiple of what the prior gives for the same steps."""
-        if not prior or not self._counted_steps:
-            return 1.0
-        measured = self._counted[level] / self._counted_steps
-        return blended(prior, measured, self._counted_steps, self._prior_steps) / prior
+    def _over_prior(self) -> list[float]:
+        """By level, what was counted as a multiple of what the prior gives for the same steps."""
+        if not self._counted_steps:
+            return [1.0] * len(self._most)
+        priors = [(share, prior_by_level(*self._shape, tokens)) for tokens, share in self._shares()]
+        factors = []
+        for level, counted in enumerate(self._counted):
+            prior, measured = sum(share * of[level] for share, of in priors), counted / self._counted_steps
+            weighed = blended(prior, measured, self._counted_steps, self._prior_steps)
+            factors.append(weighed / prior if prior else 1.0)
+        return factors

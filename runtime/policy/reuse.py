@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,6 +86,10 @@ class _Sample(NamedTuple):
     tokens: int
 
 
+# Lookups of prefixes that had been there after which what they hit counts half: capacity changes meanwhile.
+HIT_HALF_LIFE = 16.0
+
+
 class _Point(NamedTuple):
     blocks: int
     tokens: float
@@ -98,11 +103,20 @@ class HitCurve:
         points: steps of the curve under LRU, rising in both; the first is (0, 0).
         hull: its upper concave hull, which is what keeping some prefixes whole reaches in between.
         lookups: requests that it rests on.
+        hit_share: share of these tokens that was hit of late, with the capacity that was there.
+        lookups_per_s: of all requests.
     """
 
     points: tuple[_Point, ...]
     hull: tuple[_Point, ...]
     lookups: int
+    hit_share: float = 0.0
+    lookups_per_s: float = 0.0
+
+    @property
+    def reusable(self) -> float:
+        """With room for everything."""
+        return self.points[-1].tokens
 
     def lru(self, blocks: int) -> float:
         """Under LRU: all or nothing where prefixes take turns."""
@@ -110,11 +124,34 @@ class HitCurve:
 
     def held(self, blocks: int) -> float:
         """With whole prefixes kept: on the straight line to where LRU would hit."""
-        after = bisect_right(self.hull, blocks, key=_blocks)
-        if after == len(self.hull):
-            return self.hull[-1].tokens
-        low, high = self.hull[after - 1], self.hull[after]
-        return low.tokens + (high.tokens - low.tokens) * (blocks - low.blocks) / (high.blocks - low.blocks)
+        return _between(self.hull, blocks)
+
+    def now(self, capacity: int) -> float:
+        """With the ``capacity`` blocks there are: as counted of late, at least what LRU would hit.
+
+        Counts lag behind a capacity that has just grown, and prefixes share room worse than the hull says.
+        """
+        return max(self.lru(capacity), self.hit_share * self.reusable)
+
+    def expected(self, capacity: int, blocks: int) -> float:
+        """With ``blocks`` where there are ``capacity`` now: from what is hit now towards what LRU would hit.
+
+        With fewer blocks, as much less than now as the hull falls.
+        """
+        now = self.now(capacity)
+        if blocks <= capacity:
+            held = self.held(capacity)
+            return now * self.held(blocks) / held if held else 0.0
+        beyond = [point for point in self.points if point.blocks > capacity and point.tokens > now]
+        return _between(_hull([_Point(capacity, now), *beyond]), blocks)
+
+
+def _between(hull: Sequence[_Point], blocks: int) -> float:
+    after = bisect_right(hull, blocks, key=_blocks)
+    if after == len(hull):
+        return hull[-1].tokens
+    low, high = hull[after - 1], hull[after]
+    return low.tokens + (high.tokens - low.tokens) * (blocks - low.blocks) / (high.blocks - low.blocks)
 
 
 def _blocks(point: _Point) -> int:
@@ -132,11 +169,20 @@ class ReuseDistances:
         assert window_s > 0
         self._window_s = window_s
         self._samples: deque[_Sample] = deque()
+        self._hit = self._could = 0.0
 
-    def record(self, now_s: float, need: int, tokens: int) -> None:
-        """A lookup: ``tokens`` could be hit with ``need`` blocks; 0 tokens are a miss no capacity cures."""
+    def record(self, now_s: float, need: int, tokens: int, hit: int = 0) -> None:
+        """A lookup: ``tokens`` could be hit with ``need`` blocks; 0 tokens are a miss no capacity cures.
+
+        Args:
+            hit: tokens that it did hit.
+        """
         assert need >= 0 and tokens >= 0
         self._samples.append(_Sample(now_s, need, tokens))
+        if tokens:
+            decay = 0.5 ** (1 / HIT_HALF_LIFE)
+            self._hit = decay * self._hit + min(hit, tokens)
+            self._could = decay * self._could + tokens
 
     def curve(self, now_s: float) -> HitCurve:
         """The curve of the window; flat where nothing could be hit."""
@@ -152,7 +198,9 @@ class ReuseDistances:
                 if point.blocks == points[-1].blocks:
                     points.pop()
                 points.append(point)
-        return HitCurve(tuple(points), tuple(_hull(points)), len(self._samples))
+        share = self._hit / self._could if self._could else 0.0
+        count = len(self._samples)
+        return HitCurve(tuple(points), tuple(_hull(points)), count, share, count / span_s)
 
 
 def _hull(points: list[_Point]) -> list[_Point]:

@@ -74,8 +74,8 @@ def test_an_engine_grows_and_restores_beside_copies(tmp_path: Path) -> None:
 
     shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
     model = write_checkpoint(tmp_path / "small", shape=shape)
-    work = {"seed": 21, "count": 60, "length": 900, "turns": 2, "kv_mib": 48 + 96, "host_mib": 512}
-    options = {"max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton", "late": False}
+    work = {"seed": 21, "count": 60, "length": 900, "turns": 2, "kv_mib": 64, "host_mib": 512}
+    options = {"max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton", "late": False, "reserve": 0}
     for graphs in (False, True):
         done = run_scenario("host_copies", model, **work, **options, enforce_eager=not graphs)
         assert done["moves_by_kind"]["offload"] > 0 and done["moves_by_kind"]["restore"] > 0

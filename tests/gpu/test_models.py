@@ -1,7 +1,7 @@
 """Every family of models on the GPU engine, bf16 and fp8 in blocks: moves change no token, wrong bytes would.
 
-One process serves them all, one after the other and without graphs, which test_engine.py has. Against vLLM
-alone, or for VAMP's own kernel against itself without moves.
+Each in a process of its own, which `pytest -n` runs beside others, and without graphs, which test_engine.py
+has. Against vLLM alone, or for VAMP's own kernel against itself without moves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,8 +29,6 @@ ENGINE = {
     "max_model_len": 512,
     "max_num_batched_tokens": 512,
     "kv_mib": 128,
-    # Memory of the engines before is still in use.
-    "gpu_memory_utilization": 0.5,
     "language_model_only": True,
     "gdn_prefill_backend": "triton",
 }
@@ -54,23 +51,13 @@ def one_layout() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = write_families(tmp_path_factory.mktemp("families"), VLLM_KERNEL, SIZES)
-    return run_scenario("families", root, work=WORK, **ENGINE)
-
-
-@pytest.fixture(scope="module")
-def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root: Path = write_families(tmp_path_factory.mktemp("families"), OWN_KERNEL, SIZES)
-    return run_scenario("families", root, work=WORK, vamp={"moe_kernel": "vamp"}, **ENGINE)
-
-
 @pytest.mark.parametrize("name", VLLM_KERNEL)
-def test_moves_leave_every_token(name: str, runs: dict[str, Any]) -> None:
-    check_proof(runs[name])
+def test_moves_leave_every_token(name: str, tmp_path: Path) -> None:
+    root = write_families(tmp_path, {name: VLLM_KERNEL[name]}, SIZES)
+    check_proof(run_scenario("families", root, work=WORK, vamp={"moe_kernel": "vllm"}, **ENGINE)[name])
 
 
 @pytest.mark.parametrize("name", OWN_KERNEL)
-def test_moves_leave_every_token_of_our_kernel(name: str, own_runs: dict[str, Any]) -> None:
-    check_proof(own_runs[name])
+def test_moves_leave_every_token_of_our_kernel(name: str, tmp_path: Path) -> None:
+    root = write_families(tmp_path, {name: OWN_KERNEL[name]}, SIZES)
+    check_proof(run_scenario("families", root, work=WORK, vamp={"moe_kernel": "vamp"}, **ENGINE)[name])
