@@ -41,10 +41,10 @@ class VampStatLogger(AggregateStatLoggerBase):
         seen = self._seen[engine_idx]
         for key, value in metrics.take(scheduler_stats).items():
             before = seen.get(key, 0)
-            if value == before:
-                continue
-            seen[key] = value
             metric, series = self._series[engine_idx][key]
+            if value == before or (metric.counter and value < before):
+                continue  # a counter that fell would end vLLM's engine here; it stands until it has caught up
+            seen[key] = value
             if metric.counter:
                 series.inc((value - before) * metric.unit)
             else:

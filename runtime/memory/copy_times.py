@@ -12,7 +12,7 @@ SAMPLED = 16
 
 @dataclass(frozen=True)
 class StagingSeconds:
-    """Seconds of copies ahead of layers, estimated from the steps that were timed; sums since start.
+    """Seconds of copies ahead of layers; sums since start. Each timed step stands for those before it.
 
     Attributes:
         hidden: in which the layers computed meanwhile.
@@ -33,8 +33,8 @@ class CopyTimes:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._events = [[_event() for _ in range(layers)] for _ in range(4)]
-        self._steps = self._sampled = 0
-        self._copied_ms = self._exposed_ms = 0.0
+        self._steps = self._folded = 0
+        self._seconds = StagingSeconds()
         self._sampling = self._pending = False
 
     def begin_step(self) -> None:
@@ -56,20 +56,20 @@ class CopyTimes:
 
     @property
     def seconds(self) -> StagingSeconds:
-        if not self._sampled:
-            return StagingSeconds()
-        scale = self._steps / self._sampled / 1e3
-        hidden = max(0.0, self._copied_ms - self._exposed_ms)
-        return StagingSeconds(hidden * scale, self._exposed_ms * scale)
+        """As of the last timed step; neither sum ever falls."""
+        return self._seconds
 
     def _fold(self) -> None:
         """Take over the times of the last sampled step, if it is over."""
         if not self._pending or not self._events[3][-1].query():  # type: ignore[no-untyped-call]
             return
         begun, copied, waiting, entered = self._events
-        self._copied_ms += sum(a.elapsed_time(b) for a, b in zip(begun, copied, strict=True))
-        self._exposed_ms += sum(a.elapsed_time(b) for a, b in zip(waiting, entered, strict=True))
-        self._sampled += 1
+        copied_s = sum(a.elapsed_time(b) for a, b in zip(begun, copied, strict=True)) / 1e3
+        exposed_s = sum(a.elapsed_time(b) for a, b in zip(waiting, entered, strict=True)) / 1e3
+        steps, before = self._steps - self._folded, self._seconds
+        hidden_s = before.hidden + max(0.0, copied_s - exposed_s) * steps
+        self._seconds = StagingSeconds(hidden_s, before.exposed + exposed_s * steps)
+        self._folded = self._steps
         self._pending = False
 
 

@@ -83,7 +83,7 @@ class ExpertSlab:
     def readable(self, layer: int, expert: int) -> bool:
         """Whether something lies behind the expert's own address."""
         group = self.record(layer, expert) // self.geometry.group
-        return self._records.mirror or bool(self.pages(layer, group))
+        return self._records.mirrors(group) or bool(self.pages(layer, group))
 
     def pages(self, layer: int, group: int) -> tuple[int, ...]:
         """The group's HBM pages, in address order; none while it is out."""

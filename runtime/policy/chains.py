@@ -78,8 +78,8 @@ class Chain:
         hashes: of its blocks, from the first on; they name a prefix each.
         used_at: when it was last used, in seconds.
         curable: tokens that a request would have been given had every block stayed.
-        size: blocks worth keeping when it came to rest, and more in proportion since a longer prompt goes on
-            from it: what keeping it takes.
+        rested: blocks worth keeping when it came to rest.
+        size: the same, and more in proportion since a longer prompt goes on from it: what keeping it takes.
         blocks: those still there, by id.
         under_way: a request goes on from it now.
     """
@@ -87,6 +87,7 @@ class Chain:
     hashes: Sequence[Hashable]
     used_at: float
     curable: int = 0
+    rested: int = 0
     size: int = 0
     blocks: dict[int, Part] = field(default_factory=dict)
     under_way: bool = False
@@ -160,6 +161,8 @@ class Chains:
         self._chain_of: dict[Hashable, Chain] = {}
         self._owners: dict[int, set[Chain]] = {}
         self.orphans: dict[int, None] = {}
+        # Whether a request has ever left a prefix that is good for most of it: some models keep no states.
+        self._kept_whole = False
 
     def __iter__(self) -> Iterator[Chain]:
         return iter(self._chains)
@@ -179,7 +182,7 @@ class Chains:
         if found is None:
             return None
         chain, shared = found
-        chain.size = max(chain.size, chain.size * len(hashes) // len(chain.hashes))
+        chain.size = max(chain.size, chain.rested * len(hashes) // len(chain.hashes))
         chain.under_way = True
         newer = 0
         for other in reversed(self._chains):
@@ -200,9 +203,13 @@ class Chains:
         self._unlink(chain)
         chain.hold(blocks)
         chain.under_way = False
-        chain.hashes, chain.size = hashes, len(blocks) - len(chain.old_states(self.layout))
-        # Under pressure the newest states may be gone already; all but the last block had one on its way.
-        chain.curable = max(chain.usable(self.layout), (len(hashes) - 1) * self.layout.block_tokens)
+        chain.hashes = hashes
+        chain.size = chain.rested = len(blocks) - len(chain.old_states(self.layout))
+        chain.curable = chain.usable(self.layout)
+        if self._kept_whole:
+            # Under pressure the newest states may be gone already, though a prompt's last block had one.
+            chain.curable = max(chain.curable, (len(hashes) - 1) * self.layout.block_tokens)
+        self._kept_whole |= chain.usable(self.layout) >= CONTINUES * len(hashes) * self.layout.block_tokens
         for block in blocks:
             self._owners.setdefault(block, set()).add(chain)
             self.orphans.pop(block, None)

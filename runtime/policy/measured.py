@@ -119,8 +119,10 @@ def load_s(missed: float, token_s: float, decode: float, prefill: float, prefill
         decode, prefill: seconds a second that reads add to steps that decode, and to those that prefill what
             is not missed.
         prefill_share: what pacing keeps the latter to (``policy/pace.py``): beyond it more prompts share one.
+            With 1 nothing is paced.
     """
-    return missed * token_s + decode + min(prefill, prefill_share)
+    paced = min(prefill, prefill_share) if prefill_share < 1 else prefill
+    return missed * token_s + decode + paced
 
 
 def best_level(levels: Sequence[int], load: Callable[[int], float]) -> int:

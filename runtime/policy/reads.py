@@ -132,7 +132,8 @@ class LevelReads:
             reads = [(tokens, share, min(factor * prior[level], most)) for tokens, share, prior in priors]
             added = (share * layer_s(read, expert_bytes, bandwidth, hidden(n)) for n, share, read in reads)
             seconds.append(sum(added))
-        return seconds
+        # Counts of one level may come out below those of the level before; a level more never costs less.
+        return list(accumulate(seconds, max))
 
     def _over_prior(self) -> list[float]:
         """By level, what was counted as a multiple of what the prior gives for the same steps."""

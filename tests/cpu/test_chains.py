@@ -69,9 +69,32 @@ def test_a_lookup_knows_what_would_have_kept_the_prefix() -> None:
     assert chains.looked_up(5.0, names("cc")) is None
     lookup = chains.looked_up(5.0, names("aaaaa"))
     assert lookup is not None
-    assert (lookup.age_s, lookup.need, lookup.tokens) == (4.0, 10, 64)
+    assert (lookup.age_s, lookup.need, lookup.tokens) == (4.0, 4 + 6 * 5 // 4, 64)
     again = chains.looked_up(6.0, names("aaaaa"))
-    assert again is not None and again.need == 6, "nothing has been used since"
+    assert again is not None and again.need == 6 * 5 // 4, "nothing has been used since"
+    assert chains.size_under_way == 6 * 5 // 4
+
+
+def test_newest_states_that_went_before_the_rest_are_curable() -> None:
+    """Once a request has left a whole prefix, one that leaves less had its states evicted under way."""
+    chains, _ = make()
+    chains.rest(1.0, names("aaaa"), session(0, 4))
+    chains.rest(2.0, names("bbbb"), {10: Part(0, 16), 11: Part(0, 32)})
+    lookup = chains.looked_up(3.0, names("bbbbb"))
+    assert lookup is not None and lookup.tokens == 3 * 16
+
+
+def test_old_states_are_those_before_the_last_three() -> None:
+    chains, _ = make()
+    states = {place: parts((1, place), (2, place)) for place in (1, 2, 3, 4)}
+    blocks = dict(enumerate(parts(*((0, place) for place in (1, 2, 3, 4)))))
+    blocks |= {
+        100 + 10 * place + index: part for place, two in states.items() for index, part in enumerate(two)
+    }
+    chains.rest(1.0, names("aaaa"), blocks)
+    assert sorted(chains.old_states()) == [110, 111]
+    chains.lost(140)
+    assert not list(chains.old_states()), "three whole ones are left"
 
 
 def test_what_the_model_would_not_have_hit_is_not_curable() -> None:

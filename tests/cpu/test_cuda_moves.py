@@ -204,7 +204,7 @@ def test_calls_of_a_move(monkeypatch: pytest.MonkeyPatch, scattered: bool) -> No
     with open_rig(monkeypatch, WIDE, pages=420) as (cuda, rig):
         if scattered:
             for layer in range(WIDE.layers):
-                rig.slab.set_coldness(layer, [*range(0, 16, 2), *range(1, 16, 2)])
+                rig.slab.set_coldness(layer, [*range(1, 16, 2), *range(0, 16, 2)])
             rig.slab.refresh_homes(1 << 40)
         rig.driver.wait(rig.driver.mark())
         apart = 192 if scattered else 24

@@ -17,6 +17,7 @@ from vamp_runtime.policy.measured import (
     eviction_s,
     expected_touched,
     layer_s,
+    load_s,
     lognormal_shares,
     offload_s,
     preempt_s,
@@ -85,24 +86,33 @@ def taking_turns(working_set: int) -> HitCurve:
 
 def test_capacity_beyond_the_working_set_is_worth_nothing() -> None:
     curve = taking_turns(working_set=2000)
-    price = cured_s(curve, 1000, 2000, T_PREFILL_S, horizon_s=60)
-    assert price == pytest.approx(60 * 56_000 * T_PREFILL_S / 2)
-    assert cured_s(curve, 2000, 4000, T_PREFILL_S, 60) == 0
-    assert cured_s(curve, 2000, 1000, T_PREFILL_S, 60) == pytest.approx(-price)
+    price = cured_s(curve, 1000, 1000, 2000, T_PREFILL_S, horizon_s=60)
+    assert price == pytest.approx(60 * 56_000 * T_PREFILL_S), "nothing was hit of late"
+    assert cured_s(curve, 2000, 2000, 4000, T_PREFILL_S, 60) == 0
+    assert cured_s(curve, 2000, 2000, 1000, T_PREFILL_S, 60) == pytest.approx(-price / 2), (
+        "some are kept whole"
+    )
 
 
 def test_nothing_to_hit_is_worth_nothing() -> None:
     distances = ReuseDistances(window_s=100)
     for now in range(20):
         distances.record(float(now), 100, 0)
-    assert cured_s(distances.curve(20.0), 0, 1000, T_PREFILL_S, 60) == 0
+    assert cured_s(distances.curve(20.0), 0, 0, 1000, T_PREFILL_S, 60) == 0
 
 
 def test_a_knee_several_levels_away_is_found() -> None:
-    steps = {0: 0.0, 1: 0.0, 2: 0.0, 3: 10.0, 4: 10.0}
-    assert best_level(range(5), lambda level: 2.0 * level, steps.__getitem__) == (3, 4.0)
-    assert best_level(range(5), lambda level: 4.0 * level, steps.__getitem__) == (0, 0.0)
-    assert best_level([2, 0, 1], lambda level: 0.0, lambda level: 0.0)[0] == 2, "at a tie nothing moves"
+    missed = {0: 10.0, 1: 10.0, 2: 10.0, 3: 0.0, 4: 0.0}
+    assert best_level(range(5), lambda level: missed[level] + 2.0 * level) == 3
+    assert best_level(range(5), lambda level: missed[level] + 4.0 * level) == 0
+    assert best_level([2, 0, 1], lambda level: 0.0) == 2, "at a tie nothing moves"
+
+
+def test_pacing_bounds_what_prefills_read_and_nothing_else() -> None:
+    loads = [
+        load_s(1000.0, 1e-4, 0.2, prefill, share) for prefill, share in ((0.3, 0.5), (0.9, 0.5), (9.0, 1.0))
+    ]
+    assert loads == pytest.approx([0.6, 0.8, 9.3])
 
 
 def chain(used_at: float, blocks: int, state: bool = True) -> Chain:

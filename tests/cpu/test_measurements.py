@@ -39,7 +39,15 @@ def make(bandwidth: float = 51e9) -> Measurements:
     measurements = Measurements(PARAMETERS, COST, LAYOUT, times, window_s=120)
     reads = LevelReads(experts=512, group=1, max_level=128, top_k=10, sigma=0.6, prior_steps=1000)
     measurements.announce(
-        reads, Link(expert_bytes=6 << 20, bandwidth=bandwidth, layers=24, hidden_s_per_token=0.0)
+        reads,
+        Link(
+            expert_bytes=6 << 20,
+            bandwidth=bandwidth,
+            layers=24,
+            hidden_s_per_token=0.0,
+            step_tokens=8192,
+            prefill_share=0.5,
+        ),
     )
     return measurements
 
@@ -78,6 +86,10 @@ def target(measurements: Measurements, now: float, level: int = 0) -> int:
     return measurements.target(now, level, BLOCKS_AT[level], BLOCKS_AT)
 
 
+def cured(measurements: Measurements, now: float, blocks: int) -> float | None:
+    return measurements.cured(now, 1288, 1288, blocks, measurements.missed_token_s(now, 1288, 0))
+
+
 def test_experts_make_room_up_to_the_knee_and_not_beyond() -> None:
     measurements = make(bandwidth=2000e9)
     now = take_turns(measurements, sessions=20)
@@ -102,13 +114,13 @@ def test_experts_stay_where_no_capacity_would_help() -> None:
 def test_nothing_moves_on_a_few_lookups() -> None:
     measurements = make(bandwidth=2000e9)
     now = take_turns(measurements, sessions=19, rounds=1)
-    assert measurements.cured(now, 1288, 2000) is None and target(measurements, now) == 0
+    assert cured(measurements, now, 2000) is None and target(measurements, now) == 0
 
 
 def test_a_first_turn_says_nothing_for_capacity() -> None:
     measurements = make(bandwidth=2000e9)
     now = take_turns(measurements, sessions=100, rounds=1)
-    assert measurements.cured(now, 1288, 4000) == 0 and target(measurements, now) == 0
+    assert cured(measurements, now, 4000) == 0 and target(measurements, now) == 0
 
 
 def test_orphans_go_first_and_then_the_chain_used_last() -> None:
@@ -133,10 +145,10 @@ def test_worthless_blocks_cost_nothing_and_a_state_its_chain() -> None:
     state = max(blocks(0))
     chance = 0.5 / (1 + 10 / 40)
     whole = chance * (99 * 544 / 84_000 + 0.101)
-    assert measurements.eviction_price(10.0, {state}, 1288) == pytest.approx(whole)
-    assert measurements.eviction_price(10.0, {0}, 1288) == pytest.approx(whole)
+    assert measurements.eviction_price(10.0, {state}, 1288, 0) == pytest.approx(whole)
+    assert measurements.eviction_price(10.0, {0}, 1288, 0) == pytest.approx(whole)
     measurements.lost(state)
-    assert measurements.eviction_price(10.0, {0, 1, 2}, 1288) == 0
+    assert measurements.eviction_price(10.0, {0, 1, 2}, 1288, 0) == 0
 
 
 def test_what_host_memory_holds_costs_its_load() -> None:
@@ -145,20 +157,20 @@ def test_what_host_memory_holds_costs_its_load() -> None:
     measurements.rest(0.0, hashes(0), blocks(0))
     last = max(blocks(0))
     chance, prefill_s = 0.5 / (1 + 10 / 40), 99 * 544 / 84_000
-    lost = measurements.eviction_price(10.0, {last}, 1288, lambda block: block != last)
-    assert lost == measurements.eviction_price(10.0, {last}, 1288)
-    held = measurements.eviction_price(10.0, {last}, 1288, lambda block: True)
+    lost = measurements.eviction_price(10.0, {last}, 1288, 0, lambda block: block != last)
+    assert lost == measurements.eviction_price(10.0, {last}, 1288, 0)
+    held = measurements.eviction_price(10.0, {last}, 1288, 0, lambda block: True)
     assert held == pytest.approx(chance * (prefill_s * 100 / 99 / 4 + 0.101))
-    assert measurements.tail_price(10.0, {last}, 24, 1288, lambda block: True) == pytest.approx(held)
+    assert measurements.tail_price(10.0, {last}, 24, 1288, 0, lambda block: True) == pytest.approx(held)
 
 
 def test_levels_are_not_worth_their_price_where_host_memory_brings_prefixes_back() -> None:
     wanted = {}
     for loaded in (0, SESSION_BLOCKS * 544):
-        measurements = make(bandwidth=2000e9)
+        measurements = make(bandwidth=1000e9)
         measurements.load_block_s = 544 / 84_000 / 100
         now = take_turns(measurements, sessions=20, loaded=loaded)
-        wanted[loaded] = measurements.cured(now, 1288, 2000), target(measurements, now)
+        wanted[loaded] = cured(measurements, now, 2000), target(measurements, now)
     (dear, levels), (cheap, none) = wanted.values()
     assert levels == 30 and none == 0
     assert dear is not None and cheap == pytest.approx(dear / 100)
@@ -168,10 +180,11 @@ def test_the_tail_is_priced_by_what_lies_in_it_and_what_it_could_hold() -> None:
     measurements = make()
     now = take_turns(measurements, sessions=20)
     nothing, something = (
-        measurements.tail_price(now, cached, 24, capacity=2000) for cached in (set[int](), {1950, 1951})
+        measurements.tail_price(now, cached, 24, capacity=2000, level=0)
+        for cached in (set[int](), {1950, 1951})
     )
     assert something > nothing > 0
-    assert measurements.tail_price(now, set(), 24, capacity=3000) == 0
+    assert measurements.tail_price(now, set(), 24, capacity=3000, level=0) == 0
 
 
 SITUATION = Situation(
@@ -224,7 +237,7 @@ def test_the_cheaper_of_experts_and_prefixes_goes() -> None:
 
 
 def test_prefixes_that_host_memory_holds_go_before_experts() -> None:
-    measurements = make(bandwidth=2000e9)
+    measurements = make(bandwidth=700e9)
     measurements.load_block_s = 544 / 84_000 / 100
     situation = replace(SITUATION, reserve_blocks=100, reserve_target=100)
     now = take_turns(measurements, sessions=20)

@@ -8,6 +8,7 @@ from support.boundary_suite import OFFLOAD, RESTORE, SWAP, BoundarySuite, FaultS
 from support.hashed_moves import move_and_compare
 from support.rigs import RECORDS, SHAPES, Rig, Shape, build_rig
 
+from vamp_kernels.gather import gather
 from vamp_runtime.memory.cuda import CudaDriver
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.tensor import tensor_at
@@ -85,3 +86,20 @@ def test_device_memory_stays_the_same(driver: CudaDriver) -> None:
     for _ in range(100):
         assert rig.boundary.offload(3).ok and rig.boundary.restore(3).ok
     assert before - torch.cuda.mem_get_info(CUDA)[0] <= 8 << 20
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_kernel_is_launched_while_the_first_group_is_out(driver: CudaDriver, shape: Shape) -> None:
+    """Triton's launcher asks the driver about the address of every tensor that it is given."""
+    rig = build_rig(driver, shape)
+    for layer in range(shape.layers):
+        rig.slab.set_coldness(layer, range(rig.geometry.groups))
+    rig.slab.refresh_homes(1 << 40)
+    assert rig.boundary.offload(1).ok and rig.slab.out(0) == (0,)
+    none = torch.zeros((2, 1), dtype=torch.int32, device=CUDA), torch.zeros(1, dtype=torch.int32, device=CUDA)
+    for part, size in enumerate(rig.geometry.part_bytes):
+        records = tensor_at(
+            rig.slab.address(0, part), (rig.geometry.experts, size // 2), torch.bfloat16, CUDA
+        )
+        gather(records, *none)
+    torch.cuda.synchronize()

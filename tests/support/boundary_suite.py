@@ -152,6 +152,7 @@ class BoundarySuite(RigSuite):
         assert rig.region.pages == before.pages + pages
         assert outcome.blocks == rig.region.geometry.blocks_for_pages(rig.region.pages)
         # The homes now may lie behind the experts' own addresses as well, a mapping more for each page.
+        assert not any(0 in rig.slab.out(layer) for layer in range(geometry.layers))
         mappings = before.usage.mappings + (pages if shape.mirror else 0)
         assert rig.driver.usage() == dataclasses.replace(before.usage, mappings=mappings)
         assert rig.kv_pages() == kv + [bytes(geometry.page_bytes)] * pages
@@ -160,6 +161,22 @@ class BoundarySuite(RigSuite):
         assert outcome.bytes_moved == outcome.copied_bytes == pages * geometry.page_bytes
         assert rig.kv_pages() == kv
         # Pages are interchangeable: which of them lies behind a group now is free to differ.
+        assert dataclasses.replace(rig.snapshot(), owners=before.owners) == before
+
+    def test_the_first_group_leaves_and_its_address_stays_readable(self, rig: Rig, shape: Shape) -> None:
+        """The address of the tensor over a layer's records, which a launch looks at, is the first group's."""
+        slab, geometry = rig.slab, rig.geometry
+        for layer in range(geometry.layers):
+            slab.set_coldness(layer, range(geometry.groups))
+        slab.refresh_homes(1 << 40)
+        before = rig.snapshot()
+        rig.moved(rig.boundary.offload(1))
+        for layer in range(geometry.layers):
+            assert slab.out(layer) == (0,)
+            assert all(slab.readable(layer, expert) for expert in slab.experts_of(layer, 0))
+            for part in range(geometry.parts):
+                rig.driver.read(slab.address(layer, part), geometry.part_bytes[part])
+        rig.moved(rig.boundary.restore(1))
         assert dataclasses.replace(rig.snapshot(), owners=before.owners) == before
 
     def test_a_swap_gives_a_groups_pages_to_another(self, rig: Rig) -> None:

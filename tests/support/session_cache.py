@@ -27,7 +27,14 @@ T_PREFILL_S, STEP_S, DELAY_CAP_S = 1 / 84_000, 0.02, 5.0
 ATTENTION, STATE = 0, 1
 # 24 layers of 512 experts of 6 MiB; a level of every layer's next coldest one is 24 blocks.
 BLOCKS_PER_LEVEL = 24
-LINK = Link(expert_bytes=6 << 20, bandwidth=51e9, layers=24, hidden_s_per_token=0.0)
+LINK = Link(
+    expert_bytes=6 << 20,
+    bandwidth=51e9,
+    layers=24,
+    hidden_s_per_token=0.0,
+    step_tokens=1 << 16,
+    prefill_share=1.0,
+)
 PARAMETERS = MeasuredParameters(
     sigma=0.6, prior_steps=1000, horizon_min_s=10, horizon_max_s=300, min_lookups=56, fairness_s=20
 )
@@ -107,8 +114,8 @@ class SessionCache:
 
     def serve(self, now_s: float, hashes: list[Hash]) -> tuple[int, dict[int, Part]]:
         """Admit a request: tokens it is given, and its blocks."""
-        self.measurements.looked_up(now_s, hashes)
         hit = self.cached(hashes)
+        self.measurements.looked_up(now_s, hashes, hit * LAYOUT.block_tokens)
         keys = [(ATTENTION, block_hash) for block_hash in hashes]
         keys += [(STATE, block_hash) for block_hash in hashes[-2:]]
         mine = [self.content[key] for key in keys if key in self.content]
