@@ -6,18 +6,23 @@ chunks of long prompts off, if others decode and the last prefill step left nobo
 as soon as there is room, and each such step makes all that decode wait for a pass over all host experts. How:
 the argument of ``schedule`` (``vllm/v1/core/sched/scheduler.py``) that balances prefills of data-parallel
 ranks. It goes when vLLM can be told what a prefill step costs beside its tokens.
+
+Where several prompts are to be prefilled, a long one leaves room for the others in the same step, by vLLM's
+``long_prefill_token_threshold``, which is set for each step.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vamp_integration.arbiter import Arbiter
 from vamp_runtime.memory.driver import Tier
-from vamp_runtime.policy.pace import PrefillPace
+from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace, longest_prompt
 
 # Chunks of hybrid models end at block boundaries, short of the budget.
 FULL = 0.9
@@ -40,8 +45,23 @@ class PacedPrefills:
         read_s = self.read_s
         if not read_s:  # nothing is out: who waits need not be looked for
             return False
-        waiting = bool(scheduler.waiting) or any(request.is_prefill_chunk for request in scheduler.running)
-        return self.pace.hold(time.monotonic(), read_s, waiting)
+        return self.pace.hold(time.monotonic(), read_s, _prompts(scheduler) > 0)
+
+    @contextmanager
+    def sharing(self, scheduler: Any) -> Iterator[None]:
+        """While a step is scheduled, no prompt takes more of it than leaves room for the others."""
+        config, paced = scheduler.scheduler_config, self.pace.share < 1 and self.read_s >= LEAST_READ_S
+        given = config.long_prefill_token_threshold
+        most = 0
+        if paced:
+            budget = scheduler.max_num_scheduled_tokens
+            most = longest_prompt(budget, _prompts(scheduler), scheduler.block_size)
+        if most:
+            config.long_prefill_token_threshold = min(most, given or most)
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold = given
 
     def scheduled(self, output: SchedulerOutput, budget: int) -> None:
         """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts."""
@@ -58,3 +78,9 @@ class PacedPrefills:
         memory = self._arbiter.journal.memory
         on_host = memory.home_pages.get(Tier.HOST.value, 0) * memory.page_bytes
         return min(controller.level * capacity.level_bytes, on_host) / self._bandwidth
+
+
+def _prompts(scheduler: Any) -> int:
+    """Requests with something left to prefill."""
+    begun: int = sum(request.is_prefill_chunk for request in scheduler.running)
+    return len(scheduler.waiting) + begun

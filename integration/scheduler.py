@@ -79,7 +79,8 @@ class VampSchedulerMixin:
         if measured is not None:
             measured.order(self.waiting)  # type: ignore[attr-defined]
         held = self.paced.hold(self)
-        output: SchedulerOutput = super().schedule(throttle_prefills or held)  # type: ignore[misc]
+        with self.paced.sharing(self):
+            output: SchedulerOutput = super().schedule(throttle_prefills or held)  # type: ignore[misc]
         self.paced.scheduled(output, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
         # Requests that have just arrived or are held back are no sign of pressure; those not admitted are.
         if not held:

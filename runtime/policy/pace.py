@@ -9,6 +9,19 @@ from __future__ import annotations
 
 # Reads shorter than this are about a step of their own; nothing is won by holding requests back.
 LEAST_READ_S = 0.01
+# A long prompt leaves room for so many prompts in all.
+MOST_TOGETHER = 4
+
+
+def longest_prompt(budget: int, prompts: int, block_tokens: int) -> int:
+    """Most tokens of a step of ``budget`` for one of ``prompts`` prompts, in whole blocks; 0 is no limit.
+
+    The chunks of a long prompt would fill one step after the other, each of which reads every expert that is
+    out, while short prompts wait that could have shared these reads.
+    """
+    if prompts < 2:
+        return 0
+    return max(budget // min(prompts, MOST_TOGETHER) // block_tokens, 1) * block_tokens
 
 
 class PrefillPace:
