@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace
+from vamp_runtime.policy.pace import LEAST_READ_S, MOST_TOGETHER, PrefillPace, longest_prompt
 
 
 def test_as_long_again_passes_between_two_prefill_steps() -> None:
@@ -42,3 +42,17 @@ def test_prefill_steps_keep_to_their_share(share: float, steps: list[float], rea
             pace.prefilled(now)
             now, reading = now + read_s, reading + read_s
     assert reading <= share * now + read_s + 1e-9
+
+
+def test_a_long_prompt_leaves_room_for_the_others() -> None:
+    assert longest_prompt(8192, 1, 544) == longest_prompt(8192, 0, 544) == 0, "nobody to leave room for"
+    assert longest_prompt(8192, 2, 544) == 7 * 544
+    assert longest_prompt(8192, 4, 544) == longest_prompt(8192, 100, 544) == 3 * 544
+    assert longest_prompt(1024, 9, 544) == 544, "a hybrid model's chunk is a block at least"
+
+
+@given(st.integers(1, 1 << 16), st.integers(2, 300), st.integers(1, 2048))
+def test_what_is_left_is_enough_for_as_many(budget: int, prompts: int, block: int) -> None:
+    most, share = longest_prompt(budget, prompts, block), budget // min(prompts, MOST_TOGETHER)
+    assert most % block == 0 and most > 0
+    assert most <= share < most + block or most == block > share

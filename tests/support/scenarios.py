@@ -55,6 +55,9 @@ class Rig:
 
         if torch.cuda.is_available():
             settings["gpu_memory_utilization"] = 0.4  # other tests' engines may lie on the same GPU
+        elif "language_model_only" not in options:
+            # vLLM sets it on CPUs with bf16 instructions; blocks are then of one size on all of them.
+            settings["mamba_ssm_cache_dtype"] = "float32"
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **(settings | options)))
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler

@@ -17,14 +17,14 @@ def test_growth_keeps_the_prefixes_that_eviction_would_lose(tiny_model: Path) ->
     """Sessions that take turns: with growth every token and every prefix hit is that of a large pool."""
     work = {"seed": 8, "count": 4, "length": 600, "growth": 130, "turns": 2, "max_tokens": 4}
     large = run_scenario("rounds", tiny_model, kv_mib=64, max_model_len=1024, **work)
-    grown = run_scenario("rounds", tiny_model, kv_mib=2, max_model_len=1024, vamp=GROWING, **work)
+    grown = run_scenario("rounds", tiny_model, kv_mib=3, max_model_len=1024, vamp=GROWING, **work)
     assert grown["moves"] > 0 and grown["bytes_moved"] > 0 and grown["decisions"]["expand"] > 0
     assert sum(result["cached"] for result in large["results"]) > 0
     assert grown["results"] == large["results"]
 
 
 def test_growth_within_a_running_batch_spares_preemptions(tiny_model: Path) -> None:
-    work = {"seed": 9, "count": 4, "length": 400, "max_tokens": 200, "kv_mib": 2, "max_num_seqs": 4}
+    work = {"seed": 9, "count": 4, "length": 400, "max_tokens": 200, "kv_mib": 3, "max_num_seqs": 4}
     small = run_scenario("together", tiny_model, max_model_len=1024, **work)
     grown = run_scenario("together", tiny_model, max_model_len=1024, vamp=GROWING, **work)
     assert small["preempted"] > 0

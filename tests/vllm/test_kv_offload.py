@@ -339,7 +339,10 @@ def test_the_measured_policy_spills_too() -> None:
     chosen = VampSettings(policy="measured", model="tiny-qwen3-next")
     arbiter.costs = engine_costs(chosen, SimpleNamespace(num_hidden_layers=TinyShape().layers))
     layout = Layout(BLOCK, frozenset({0}), frozenset())
-    arbiter.measure(lambda: EngineFacts(layout, top_k=2, bandwidth=1e9, layers=4, staged=False))
+    facts = EngineFacts(
+        layout, top_k=2, bandwidth=1e9, layers=4, staged=False, step_tokens=64, prefill_share=1.0
+    )
+    arbiter.measure(lambda: facts)
     assert arbiter.measured is not None
     blocks = bench.serve(range(48), 3)
     arbiter.measured.rest(bench.request(range(48)))

@@ -38,7 +38,9 @@ def make(blocks: int) -> Arbiter:
     costs = engine_costs(VampSettings(policy="measured", model="tiny-qwen3-next"), config)
     pool = VampBlockPool.adopt(BlockPool(blocks, enable_caching=True, hash_block_size=BLOCK))
     arbiter = Arbiter(pool, costs, BLOCK, lambda blocks: None, 0.03)
-    facts = EngineFacts(LAYOUT, top_k=2, bandwidth=1e9, layers=4, staged=False)
+    facts = EngineFacts(
+        LAYOUT, top_k=2, bandwidth=1e9, layers=4, staged=False, step_tokens=64, prefill_share=1.0
+    )
     arbiter.measure(lambda: facts)
     arbiter.settle(Report(capacity=Capacity((blocks, blocks + 4), experts=32, group=2, level_bytes=1)))
     return arbiter
@@ -141,7 +143,7 @@ def test_another_kind_of_cache_is_refused() -> None:
 
 def test_whole_sessions_are_kept_where_lru_loses_all(tiny_model: Path) -> None:
     """Twelve sessions take turns in a pool for fewer; no expert may leave, so that order alone decides."""
-    work = {"seed": 8, "count": 12, "length": 400, "growth": 20, "turns": 5, "max_tokens": 2, "kv_mib": 4}
+    work = {"seed": 8, "count": 12, "length": 400, "growth": 20, "turns": 5, "max_tokens": 2, "kv_mib": 6}
     runs = {
         policy: run_scenario(
             "rounds",
@@ -161,6 +163,6 @@ def test_levels_move_beside_it(tiny_model: Path) -> None:
     """Growth and restores with victims chosen by value: pool, ranks and chains stay in step."""
     work = {"seed": 8, "count": 4, "length": 600, "growth": 130, "turns": 3, "max_tokens": 4}
     vamp = {"max_offload_ratio": 0.5, "policy": "measured", "exercise_steps": 3}
-    run = run_scenario("rounds", tiny_model, kv_mib=2, max_model_len=1024, vamp=vamp, **work)
+    run = run_scenario("rounds", tiny_model, kv_mib=3, max_model_len=1024, vamp=vamp, **work)
     assert run["moves"] > 0 and run["failed_moves"] == 0
     assert all(len(result["tokens"]) == 4 for result in run["results"])

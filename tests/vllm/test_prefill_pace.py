@@ -44,16 +44,56 @@ def test_a_prompt_that_holds_nobody_up_does_not_wait(tiny_model: Path) -> None:
     assert second - first < 5.0
 
 
-def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
-    """A long prompt's chunks follow each other as without VAMP: none of them could have served another."""
+def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
     from vamp_integration.prefill_pace import PacedPrefills
 
     home = SimpleNamespace(home_pages={"host": 100}, page_bytes=1 << 20)
     capacity = SimpleNamespace(level_bytes=10 << 20)
     arbiter: Any = SimpleNamespace(
-        controller=SimpleNamespace(level=5, capacity=capacity), journal=SimpleNamespace(memory=home)
+        controller=SimpleNamespace(level=level, capacity=capacity), journal=SimpleNamespace(memory=home)
     )
-    paced = PacedPrefills(arbiter, share=0.5, bandwidth=1 << 20)
+    return PacedPrefills(arbiter, share=share, bandwidth=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "begun", "given", "during"),
+    [
+        (5, 0.5, True, 0, 512),
+        (5, 0.5, True, 100, 100),
+        (5, 0.5, True, 2000, 512),
+        (5, 0.5, False, 0, 0),
+        (0, 0.5, True, 0, 0),
+        (5, 1.0, True, 0, 0),
+    ],
+    ids=["two prompts", "a lower limit", "a higher one", "one prompt", "level 0", "not paced"],
+)
+def test_two_prompts_share_a_step(level: int, share: float, begun: bool, given: int, during: int) -> None:
+    """Whatever happens while the step is scheduled, vLLM's own limit is back after it."""
+    config = SimpleNamespace(long_prefill_token_threshold=given)
+    running = [SimpleNamespace(is_prefill_chunk=begun), SimpleNamespace(is_prefill_chunk=False)]
+    scheduler = SimpleNamespace(
+        scheduler_config=config,
+        waiting=[object()],
+        running=running,
+        max_num_scheduled_tokens=1100,
+        block_size=256,
+    )
+    with pytest.raises(KeyError), paced_prefills(level, share).sharing(scheduler):
+        assert config.long_prefill_token_threshold == during
+        raise KeyError
+    assert config.long_prefill_token_threshold == given
+
+
+def test_vllm_reads_the_limit_in_every_step() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    assert "self.scheduler_config.long_prefill_token_threshold" in source
+
+
+def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
+    """A long prompt's chunks follow each other as without VAMP: none of them could have served another."""
+    paced = paced_prefills()
     assert paced.read_s == 50.0
     scheduler = SimpleNamespace(waiting=[object()], running=[])
     for tokens, requests, held in ((950, 2, False), (4, 4, False), (500, 2, True)):
@@ -62,5 +102,5 @@ def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
         )
         paced.scheduled(output, budget=1000)
         assert paced.hold(scheduler) is held
-    arbiter.controller.level = 20
+    paced._arbiter.controller.level = 20
     assert paced.read_s == 100.0, "no more than there is on the host"
