@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vamp_integration import settings
 from vamp_integration.costs import engine_costs
 from vamp_integration.host_reads import experts_in
+from vamp_integration.measured import resolve_policy
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import Tier
 
@@ -43,9 +44,10 @@ def configure(scheduler: Any, values: Mapping[str, Any]) -> None:
             f"max_offload_ratio: {chosen.max_offload_ratio:g} is above what this engine has homes for; use "
             f"at most {built.max_offload_ratio:g}"
         )
-    arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
+    arbiter, capacity, on_cpu = scheduler.arbiter, _capacity(scheduler), current_platform.is_cpu()
+    chosen = resolve_policy(chosen, scheduler.kv_cache_config, scheduler.block_size, on_cpu)
     hf_config = scheduler.vllm_config.model_config.hf_text_config
-    arbiter.costs = engine_costs(chosen, hf_config, current_platform.is_cpu())
+    arbiter.costs = engine_costs(chosen, hf_config, on_cpu)
     arbiter.controller.limit = arbiter.costs.parameters.max_level(capacity.experts, capacity.group)
     scheduler.shrinker.settings = chosen
     scheduler.paced.pace.share = chosen.prefill_share

@@ -95,7 +95,7 @@ def engine_costs(settings: VampSettings, hf_config: Any, on_cpu: bool = True) ->
 
     Raises ``ConfigError`` or ``ProfileError`` where a profile is missing or bad.
     """
-    by_device = "cpu" if on_cpu else "paper"
+    by_device = "cpu" if on_cpu else "measured"
     policy = load_policy(by_device if settings.policy == "auto" else settings.policy)
     model = model_profile(settings, hf_config, on_cpu)
     layers = getattr(hf_config, "num_hidden_layers", model.layers.value)

@@ -20,8 +20,10 @@ from vllm.v1.request import RequestStatus
 from vamp_integration import settings
 from vamp_integration.cold_reads import LevelCounts
 from vamp_integration.costs import Costs, model_profile
+from vamp_integration.log import logger
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
+from vamp_integration.settings import VampSettings
 from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.chains import Layout, Part
@@ -74,6 +76,20 @@ def cache_layout(config: KVCacheConfig, block_tokens: int) -> Layout:
             )
         (state if isinstance(spec, MambaSpec) else attention).add(index)
     return Layout(block_tokens, frozenset(attention), frozenset(state))
+
+
+def resolve_policy(
+    chosen: VampSettings, config: KVCacheConfig, block_tokens: int, on_cpu: bool
+) -> VampSettings:
+    """``chosen`` with the profile that ``policy = auto`` stands for here: measured, where that can be."""
+    if chosen.policy != "auto" or on_cpu:
+        return chosen
+    try:
+        cache_layout(config, block_tokens)
+    except ConfigError as error:
+        logger.info("VAMP: policy = auto takes paper, not measured (%s)", error)
+        return replace(chosen, policy="paper")
+    return replace(chosen, policy="measured")
 
 
 def engine_facts(

@@ -26,7 +26,7 @@ from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
 from vamp_integration.kv_manager import VampKVCacheManager
 from vamp_integration.kv_offload import VampOffloadingConnector
-from vamp_integration.measured import engine_facts
+from vamp_integration.measured import engine_facts, resolve_policy
 from vamp_integration.plan import hardware_profile
 from vamp_integration.pool import VampBlockPool
 from vamp_integration.prefill_pace import PacedPrefills
@@ -53,17 +53,19 @@ class VampSchedulerMixin:
         config = self.vllm_config  # type: ignore[attr-defined]
         chosen = settings.of(config)
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
+        kv, block_size = self.kv_cache_config, self.block_size  # type: ignore[attr-defined]
+        chosen = resolve_policy(chosen, kv, block_size, current_platform.is_cpu())
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
         hardware = hardware_profile(chosen, config.device_config.device_type)
         self._host_read_bandwidth = hardware.host_read_bandwidth.value
         bubble_s = chosen.max_bubble_ms / 1e3
-        self.arbiter = Arbiter(pool, costs, self.block_size, self._resize, bubble_s)  # type: ignore[attr-defined]
+        self.arbiter = Arbiter(pool, costs, block_size, self._resize, bubble_s)
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
         self.paced = PacedPrefills(self.arbiter, chosen.prefill_share, self._host_read_bandwidth)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
-        connector, kv = self.connector, self.kv_cache_config  # type: ignore[attr-defined]
+        connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
             # Every rank copies its own part of a block, all at once.
             block_bytes = kv.kv_cache_tensors[0].size // kv.num_blocks

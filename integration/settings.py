@@ -27,7 +27,8 @@ class VampSettings:
 
     Attributes:
         max_offload_ratio: largest share of each layer's experts that may leave HBM, 0..1.
-        policy: name or path of a policy profile; ``auto`` takes ``cpu`` on a CPU engine, else ``paper``.
+        policy: name or path of a policy profile; ``auto`` takes ``cpu`` on a CPU engine, else ``measured``,
+            or ``paper`` where that does not know the model's KV cache.
         hardware: name or path of a hardware profile; ``auto`` takes ``cpu`` on a CPU engine.
         model: name or path of a model profile; ``auto`` takes the one for the architecture.
         granule_kib: page granule of the host driver in KiB; 0 takes the hardware profile's.

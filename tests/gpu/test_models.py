@@ -32,7 +32,7 @@ ENGINE = {
     "language_model_only": True,
     "gdn_prefill_backend": "triton",
 }
-WORK = {"seed": 21, "count": 4, "length": 100, "max_tokens": 40}
+WORK = {"seed": 21, "count": 4, "length": 100, "max_tokens": 160}
 
 QUANTIZED = {
     "qwen3-moe-fp8": ("qwen3-moe", "fp8"),

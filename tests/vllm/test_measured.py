@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.engine import run_scenario
 
 from vamp_integration.settings import VampSettings
@@ -139,6 +140,32 @@ def test_another_kind_of_cache_is_refused() -> None:
         ConfigError, match=r"^policy: measured knows .* not Window in blocks of 16 .* policy = paper"
     ):
         cache_layout(config, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("policy", "known", "on_cpu", "becomes"),
+    [
+        ("auto", True, False, "measured"),
+        ("auto", False, False, "paper"),
+        ("auto", True, True, "auto"),
+        ("paper", True, False, "paper"),
+        ("measured", False, False, "measured"),
+    ],
+)
+def test_auto_takes_what_is_measured_where_it_can(
+    policy: str, known: bool, on_cpu: bool, becomes: str
+) -> None:
+    """A policy that was asked for by name is not replaced: ``engine_facts`` refuses it."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vamp_integration.measured import resolve_policy
+    from vamp_integration.settings import VampSettings
+
+    spec = FullAttentionSpec(
+        block_size=BLOCK if known else 2 * BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+    )
+    config: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    assert resolve_policy(VampSettings(policy=policy), config, BLOCK, on_cpu).policy == becomes
 
 
 def test_whole_sessions_are_kept_where_lru_loses_all(tiny_model: Path) -> None:

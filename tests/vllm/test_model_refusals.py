@@ -26,6 +26,7 @@ from vamp_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 
+ON_CPU = "" if torch.cuda.is_available() else "on a CPU "
 BLOCKS = {"weight_block_size": [128, 128]}
 COMPRESSED = {"type": "float", "num_bits": 8, "strategy": "block"}
 
@@ -93,7 +94,7 @@ def engine_config(tiny_model: Path) -> Any:
         (
             "quantization",
             "awq",
-            "--quantization: awq on a CPU does not work with VAMP: it moves experts in bf16",
+            f"--quantization: awq {ON_CPU}does not work with VAMP: it moves experts in bf16",
         ),
         (
             "_architecture",

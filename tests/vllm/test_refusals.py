@@ -224,6 +224,7 @@ def test_own_options_win_over_additional_config_and_a_load_format_becomes_the_in
     assert args.additional_config == {"other": 1, "vamp": {"max_offload_ratio": 0.5, "granule_kib": 4}}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU engine compiles")
 @pytest.mark.parametrize(
     ("argv", "eager"),
     [([], True), (["--no-enforce-eager"], False), (["-O1"], False), (["-cc.mode=3"], False)],
