@@ -29,7 +29,9 @@ from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.chains import Layout, Part
 from vamp_runtime.policy.decide import Decision, Situation, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
-from vamp_runtime.policy.measurements import Link, MeasuredPrices, Measurements
+from vamp_runtime.policy.measured_prices import MeasuredPrices
+from vamp_runtime.policy.measurements import Measurements
+from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.restore import RestoreDecision, RestoreSituation, restore_by
 from vamp_runtime.policy.reuse import ReuseTimes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from vamp_runtime.policy.chains import Chain, Chains, Layout, Loss, Part
 from vamp_runtime.policy.cost import overhead
@@ -21,6 +19,7 @@ from vamp_runtime.policy.measured import (
     preempt_s,
 )
 from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.read_seconds import Link, ReadSeconds, read_seconds
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.reuse import HitCurve, ReuseDistances, ReuseTimes
 
@@ -30,48 +29,8 @@ MOST_CHAINS = 1024
 ANEW_EVERY_S = 0.25
 # Requests under way hold blocks that no chain has yet: the most at so many lookups have to fit too.
 BESIDE_LOOKUPS = 16
-# Steps of more tokens than this prefill.
-MOST_DECODING = 512.0
 # Lookups that missed something after which what they loaded counts half.
 LOADED_HALF_LIFE = 100.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What reading experts from host memory costs on one rank.
-
-    Attributes:
-        expert_bytes: of one expert of one layer.
-        bandwidth: bytes/s at which a kernel reads host memory.
-        layers: with experts.
-        hidden_s_per_token: seconds per token of a step that transfers are hidden behind, in one layer.
-        step_tokens: most tokens of a step.
-        prefill_share: share of the time that pacing leaves to the reads of steps that prefill.
-    """
-
-    expert_bytes: int
-    bandwidth: float
-    layers: int
-    hidden_s_per_token: float
-    step_tokens: int
-    prefill_share: float = 1.0
-
-
-@dataclass(frozen=True)
-class ReadSeconds:
-    """What reads add, in seconds by level.
-
-    Attributes:
-        step: to one layer of a step, as steps were.
-        decode: a second, to steps that decode.
-        prefill: a second, to steps that prefill, had nothing been missed that capacity would cure.
-        token: to a missed token.
-    """
-
-    step: Sequence[float]
-    decode: Sequence[float]
-    prefill: Sequence[float]
-    token: Sequence[float]
 
 
 class Measurements:
@@ -309,70 +268,9 @@ class Measurements:
     def _reading(self, now_s: float, capacity: int) -> ReadSeconds:
         assert self._reads is not None and self._link is not None
         if self._read_s is None or now_s - self._read_s[0] > ANEW_EVERY_S:
-            reads, link, curve = self._reads, self._link, self.curve(now_s)
-            # Counted by request: both rates are then those of the same load.
-            steps_per_s = curve.lookups_per_s * reads.steps_per_lookup
-
-            def hidden(tokens: float) -> float:
-                return tokens * link.hidden_s_per_token
-
-            on = link.expert_bytes, link.bandwidth, hidden
-            missed = (curve.reusable - curve.now(capacity)) / link.step_tokens
-            gone = min(1.0, missed / steps_per_s) if steps_per_s else 0.0
-            decode = reads.per_layer_s(*on, tokens=(0, MOST_DECODING))
-            prefill = reads.per_layer_s(*on, tokens=(MOST_DECODING, math.inf), largest_gone=gone)
-            full = reads.step_s(link.step_tokens, *on)
-            self._read_s = (
-                now_s,
-                ReadSeconds(
-                    reads.per_layer_s(*on),
-                    [seconds * link.layers * steps_per_s for seconds in decode],
-                    [seconds * link.layers * steps_per_s for seconds in prefill],
-                    [seconds * link.layers / link.step_tokens for seconds in full],
-                ),
-            )
+            self._read_s = now_s, read_seconds(self._reads, self._link, self.curve(now_s), capacity)
         return self._read_s[1]
 
     def _now_lost(self, now_s: float, lost: Sequence[Loss]) -> float:
         rates = self.cost.t_prefill_s, overhead(self.cost), self.load_block_s
         return eviction_s(lost, self.times, now_s, *rates)
-
-
-@dataclass(frozen=True)
-class MeasuredPrices:
-    """``decide.Prices`` at one allocation.
-
-    Attributes:
-        capacity: blocks of the pool now.
-        level: groups of every layer that are out or on their way out.
-        needed: blocks missing.
-        partial_tokens: tokens in the last block of the request that would be preempted.
-        victims: blocks that would be evicted, in that order.
-        on_host: whether host memory holds the content of a block too; None where it holds none of them.
-    """
-
-    measurements: Measurements
-    now_s: float
-    capacity: int
-    level: int
-    needed: int
-    partial_tokens: int
-    victims: Sequence[int]
-    on_host: Callable[[int], bool] | None = None
-
-    def evict(self, blocks: int) -> float:
-        victims = set(self.victims[:blocks])
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level)
-
-    def spill(self, blocks: int) -> float:
-        victims = set(self.victims[:blocks])
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level, self.on_host)
-
-    def offload(self, levels: int) -> float:
-        return self.measurements.offload_price(self.now_s, self.capacity, self.level, self.level + levels)
-
-    def combined(self, levels: int, blocks: int) -> float:
-        return self.offload(levels) + self.evict(blocks)
-
-    def preempt(self) -> float:
-        return self.measurements.preempt_price(self.needed, self.partial_tokens)

@@ -10,8 +10,10 @@ import pytest
 from vamp_runtime.policy.chains import Layout, Part
 from vamp_runtime.policy.decide import Action, Situation, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters
-from vamp_runtime.policy.measurements import Link, MeasuredPrices, Measurements
+from vamp_runtime.policy.measured_prices import MeasuredPrices
+from vamp_runtime.policy.measurements import Measurements
 from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.reuse import ReuseTimes
 

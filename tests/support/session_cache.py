@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from vamp_runtime.policy.chains import Layout, Part
 from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
-from vamp_runtime.policy.measurements import Link, Measurements
+from vamp_runtime.policy.measurements import Measurements
 from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.reuse import ReuseTimes
 

@@ -1,0 +1,73 @@
+"""What reading experts that are out adds to the load: seconds of a layer, of a second, of a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vamp_runtime.policy.reads import LevelReads
+from vamp_runtime.policy.reuse import HitCurve
+
+# Steps of more tokens than this prefill.
+MOST_DECODING = 512.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What reading experts from host memory costs on one rank.
+
+    Attributes:
+        expert_bytes: of one expert of one layer.
+        bandwidth: bytes/s at which a kernel reads host memory.
+        layers: with experts.
+        hidden_s_per_token: seconds per token of a step that transfers are hidden behind, in one layer.
+        step_tokens: most tokens of a step.
+        prefill_share: share of the time that pacing leaves to the reads of steps that prefill.
+    """
+
+    expert_bytes: int
+    bandwidth: float
+    layers: int
+    hidden_s_per_token: float
+    step_tokens: int
+    prefill_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class ReadSeconds:
+    """What reads add, in seconds by level.
+
+    Attributes:
+        step: to one layer of a step, as steps were.
+        decode: a second, to steps that decode.
+        prefill: a second, to steps that prefill, had nothing been missed that capacity would cure.
+        token: to a missed token.
+    """
+
+    step: Sequence[float]
+    decode: Sequence[float]
+    prefill: Sequence[float]
+    token: Sequence[float]
+
+
+def read_seconds(reads: LevelReads, link: Link, curve: HitCurve, capacity: int) -> ReadSeconds:
+    """From the steps taken of late, the load of ``curve``, and the ``capacity`` blocks there are."""
+
+    def hidden(tokens: float) -> float:
+        return tokens * link.hidden_s_per_token
+
+    # Counted by request: both rates are then those of the same load.
+    steps_per_s = curve.lookups_per_s * reads.steps_per_lookup
+    missed = (curve.reusable - curve.now(capacity)) / link.step_tokens
+    gone = min(1.0, missed / steps_per_s) if steps_per_s else 0.0
+    on = link.expert_bytes, link.bandwidth, hidden
+    decode = reads.per_layer_s(*on, tokens=(0, MOST_DECODING))
+    prefill = reads.per_layer_s(*on, tokens=(MOST_DECODING, math.inf), largest_gone=gone)
+    full = reads.step_s(link.step_tokens, *on)
+    return ReadSeconds(
+        step=reads.per_layer_s(*on),
+        decode=[seconds * link.layers * steps_per_s for seconds in decode],
+        prefill=[seconds * link.layers * steps_per_s for seconds in prefill],
+        token=[seconds * link.layers / link.step_tokens for seconds in full],
+    )
