@@ -135,7 +135,10 @@ class SlotKernel:
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self.slots.device)
             ids = (ids % self.slots.shape[0]).view(tokens, top_k)
             x = torch.zeros(tokens, self.w2.shape[1], dtype=self.dtype, device=ids.device)
-            self(x, torch.ones_like(ids, dtype=torch.float32), ids)
+            weights = torch.ones_like(ids, dtype=torch.float32)
+            self(x, weights, ids)
+            if self.staging is not None:  # steps that are staged ahead, once something is out, launch others
+                self._run(x, weights, ids, self.slots, self.hosted, None, after_wait=True)
             tokens //= 2
 
 

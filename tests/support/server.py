@@ -20,6 +20,12 @@ from typing import Any
 import pytest
 
 VAMP = Path(sys.executable).with_name("vamp")
+# On a machine where the package is only on the search path there is no script.
+COMMAND = (
+    [str(VAMP)]
+    if VAMP.exists()
+    else [sys.executable, "-c", "from vamp_integration.cli.main import main; main()"]
+)
 START_S = 300
 
 
@@ -33,6 +39,11 @@ class Server:
     def get(self, path: str) -> tuple[int, bytes]:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             return answer.status, answer.read()
+
+    def post(self, path: str) -> int:
+        request = urllib.request.Request(f"{self.url}{path}", b"")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
 
     def complete(self, **body: Any) -> dict[str, Any]:
         data = json.dumps({"model": self.model, "temperature": 0, **body}).encode()
@@ -62,7 +73,7 @@ def serving(model: Path, cache: Path, folder: Path, *options: str) -> Iterator[S
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [VAMP, "serve", model, *common, *options],
+            [*COMMAND, "serve", str(model), *common, *options],
             cwd=folder,
             env=environment(cache),
             stdout=out,
