@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -38,6 +39,8 @@ from vamp_runtime.policy.reuse import ReuseTimes
 
 # Seconds between two looks at the waiting requests, and at the level to aim at.
 ORDER_EVERY_S = 0.05
+# Requests that are looked at, of all that wait: more are not admitted before the next look.
+MOST_ORDERED = 64
 AIM_EVERY_S = 0.25
 
 
@@ -113,6 +116,26 @@ def engine_facts(
     )
 
 
+class FreeBlocks(Collection[int]):
+    """Ids of free blocks with cached content, but for some; vLLM's queue is not walked unless asked to be."""
+
+    def __init__(self, pool: VampBlockPool, without: Collection[KVCacheBlock]) -> None:
+        self._pool, self._without = pool, without
+        self._without_ids = {block.block_id for block in without}
+
+    def __contains__(self, block_id: object) -> bool:
+        assert isinstance(block_id, int)
+        block = self._pool.blocks[block_id]
+        return block.ref_cnt == 0 and block.block_hash is not None and block_id not in self._without_ids
+
+    def __iter__(self) -> Iterator[int]:
+        blocks = self._pool.free_order(self._without)
+        return (block.block_id for block in blocks if block.block_hash is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Measured:
     """One engine's measurements.
 
@@ -186,17 +209,19 @@ class Measured:
     def looked_up(self, request: Any, hit_tokens: int, loaded_tokens: int) -> None:
         used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks()
         tokens = hit_tokens, loaded_tokens
-        self.measurements.looked_up(time.monotonic(), self._hashes(request), *tokens, used)
+        hashes = self._hashes(request)
+        self.measurements.looked_up(time.monotonic(), hashes, *tokens, used, request.request_id)
 
     def rest(self, request: Any) -> None:
         """``request`` is about to free its blocks: note those with cached content."""
-        hashes, tokens = self._hashes(request), self.facts.layout.block_tokens
+        tokens = self.facts.layout.block_tokens
+        hashes = self._hashes(request)[: request.num_computed_tokens // tokens]
         blocks: dict[int, Part] = {}
         for place, block_hash in enumerate(hashes):
             for group in sorted(self.facts.layout.attention | self.facts.layout.state):
                 for block in self.pool.get_cached_block(block_hash, [group]) or ():
                     blocks[block.block_id] = Part(group, (place + 1) * tokens)
-        self.measurements.rest(time.monotonic(), hashes, blocks)
+        self.measurements.rest(time.monotonic(), hashes, blocks, request.request_id)
 
     def _hashes(self, request: Any) -> Sequence[Any]:
         # Hashes are chained: the last of a block names all before it.
@@ -237,11 +262,10 @@ class Measured:
     def _victims(
         self, now: float, wanted: int, clean: Sequence[KVCacheBlock], hits: Collection[KVCacheBlock]
     ) -> list[int]:
-        """Free blocks to evict: without content first, then as measured."""
-        free = list(self.pool.free_order([*clean, *hits]))
-        empty = [block.block_id for block in free if block.block_hash is None]
-        cached = dict.fromkeys(block.block_id for block in free if block.block_hash is not None)
-        return [*empty, *self.measurements.victims(now, wanted - len(empty), cached)][:wanted]
+        """Free blocks to evict; all that have no content are among ``clean``."""
+        if wanted <= 0:
+            return []
+        return self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
 
     def aim(self, level: int, blocks_at: Sequence[int]) -> int:
         """Levels worth asking for beyond ``level``, at most up to that of the last of ``blocks_at``."""
@@ -278,18 +302,17 @@ class Measured:
         if now - self._ordered_at < ORDER_EVERY_S:
             return
         self._ordered_at = now
-        requests = list(waiting)
-        self.measurements.await_all(map(self._hashes, requests))
-        if not isinstance(waiting, FCFSRequestQueue) or len(requests) < 2:
+        first, others = list(islice(waiting, MOST_ORDERED)), list(islice(waiting, MOST_ORDERED, None))
+        there = self.measurements.wait(map(self._hashes, first))
+        if not isinstance(waiting, FCFSRequestQueue) or len(first) < 2:
             return
-        order = admission_order(
-            [self._waiting(request) for request in requests], time.time(), self.parameters.fairness_s
-        )
+        places = [self._waiting(request, cached) for request, cached in zip(first, there, strict=True)]
+        order = admission_order(places, time.time(), self.parameters.fairness_s)
         waiting.clear()
-        waiting.extend(requests[place] for place in order)
+        waiting.extend([first[place] for place in order] + others)
 
-    def _waiting(self, request: Any) -> Waiting:
+    def _waiting(self, request: Any, cached: int) -> Waiting:
         # One that was preempted has been served already and comes back first, as vLLM has it.
-        preempted = request.status == RequestStatus.PREEMPTED
-        cached = 0 if preempted else self.measurements.cached_tokens(self._hashes(request))
-        return Waiting(-math.inf if preempted else request.arrival_time, request.num_tokens, cached)
+        if request.status == RequestStatus.PREEMPTED:
+            return Waiting(-math.inf, request.num_tokens, 0)
+        return Waiting(request.arrival_time, request.num_tokens, cached)

@@ -57,12 +57,15 @@ def slab_geometry(
         spare_homes = int(settings.reselect_mib_per_s > 0)
         # Views of a record may end short of the next; the CPU engine's parts are dense.
         pad = device != "cpu"
-        geometry = SlabGeometry.plan(*sizes, spare_homes=spare_homes, pad=pad, peer_bytes=peer_bytes)
+        # Whether the kernel is VAMP's is not known before the model is there.
+        first_stays = pad and settings.moe_kernel != "vllm"
+        homes = spare_homes, pad, peer_bytes, first_stays
+        geometry = SlabGeometry.plan(*sizes, 0, *homes)
         if device == "cpu":
             return geometry
         if peer_bytes and geometry.home_slots and not geometry.peer_homes:
             raise ConfigError(_peer_too_small(settings, geometry))
-        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), spare_homes, pad, peer_bytes)
+        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), *homes)
     except ConfigError as error:
         if str(error).startswith(("staging_mib", "peer_hbm_gib")):
             raise

@@ -74,10 +74,14 @@ class VampBlockPool(BlockPool):
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
         now = time.monotonic()
+        empty: dict[int, KVCacheBlock] = {}
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 self.freed_at[block.block_id] = now
-                self._park(block)
+                if not self._park(block) and block.block_hash is None:
+                    empty[block.block_id] = block
+        # Nothing is lost with them, and at the head of the queue ``clean`` finds them.
+        self.put_first(list(empty.values()))
 
     def reset_prefix_cache(self) -> bool:
         # vLLM takes every block outside the free queue for used, and raises where it has freed them all.
@@ -132,7 +136,8 @@ class VampBlockPool(BlockPool):
         self.free_block_queue.prepend_n(list(self.parked.values()))
         self.parked = {}
 
-    def _park(self, block: KVCacheBlock) -> None:
+    def _park(self, block: KVCacheBlock) -> bool:
+        """Keep a free block that is cordoned out of the queue; whether it is."""
         # vLLM may free a block twice in one call (the source of two copies).
         cordoned = self.cordon_limit is not None and block.block_id >= self.cordon_limit
         if cordoned and block.block_id not in self.parked:
@@ -140,3 +145,4 @@ class VampBlockPool(BlockPool):
             self._maybe_evict_cached_block(block)
             self.free_block_queue.remove(block)
             self.parked[block.block_id] = block
+        return cordoned

@@ -39,23 +39,27 @@ class PacedPrefills:
     def __init__(self, arbiter: Arbiter, share: float, bandwidth: float) -> None:
         self.pace = PrefillPace(share)
         self._arbiter, self._bandwidth = arbiter, bandwidth
+        self._shut = False  # the last step had room left, and yet somebody was not admitted
 
     def hold(self, scheduler: Any) -> bool:
         """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
         read_s = self.read_s
         if not read_s:  # nothing is out: who waits need not be looked for
             return False
-        return self.pace.hold(time.monotonic(), read_s, _prompts(scheduler) > 0)
+        waiting = bool(scheduler.waiting) or _begun(scheduler) > 0
+        return self.pace.hold(time.monotonic(), read_s, waiting)
 
     @contextmanager
     def sharing(self, scheduler: Any) -> Iterator[None]:
         """While a step is scheduled, no prompt takes more of it than leaves room for the others."""
-        config, paced = scheduler.scheduler_config, self.pace.share < 1 and self.read_s >= LEAST_READ_S
+        config, most = scheduler.scheduler_config, 0
         given = config.long_prefill_token_threshold
-        most = 0
-        if paced:
-            budget = scheduler.max_num_scheduled_tokens
-            most = longest_prompt(budget, _prompts(scheduler), scheduler.block_size)
+        # A part of a prompt that must not be cut would never fit below the limit.
+        cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
+        if cut and self.pace.share < 1 and self.read_s >= LEAST_READ_S:
+            enter = 0 if self._shut else scheduler.max_num_running_reqs - len(scheduler.running)
+            prompts = _begun(scheduler) + min(len(scheduler.waiting), enter)
+            most = longest_prompt(scheduler.max_num_scheduled_tokens, prompts, scheduler.block_size)
         if most:
             config.long_prefill_token_threshold = min(most, given or most)
         try:
@@ -63,9 +67,15 @@ class PacedPrefills:
         finally:
             config.long_prefill_token_threshold = given
 
-    def scheduled(self, output: SchedulerOutput, budget: int) -> None:
-        """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts."""
+    def scheduled(self, output: SchedulerOutput, budget: int, left: int, least: int) -> None:
+        """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts.
+
+        Args:
+            left: requests that still wait.
+            least: tokens of the smallest chunk of a prompt.
+        """
         tokens = output.total_num_scheduled_tokens
+        self._shut = left > 0 and budget - tokens >= least
         if len(output.num_scheduled_tokens) < tokens < FULL * budget:
             self.pace.prefilled(time.monotonic())
 
@@ -80,7 +90,7 @@ class PacedPrefills:
         return min(controller.level * capacity.level_bytes, on_host) / self._bandwidth
 
 
-def _prompts(scheduler: Any) -> int:
-    """Requests with something left to prefill."""
+def _begun(scheduler: Any) -> int:
+    """Requests of which a part is still to be prefilled."""
     begun: int = sum(request.is_prefill_chunk for request in scheduler.running)
-    return len(scheduler.waiting) + begun
+    return begun

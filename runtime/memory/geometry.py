@@ -58,12 +58,14 @@ class SlabGeometry:
         spare_homes: int = 0,
         pad: bool = False,
         peer_bytes: int = 0,
+        first_stays: bool = False,
     ) -> SlabGeometry:
         """The smallest group that is whole granules in every part, and the homes that the ratio asks for.
 
         ``staging_records`` is rounded up to whole groups. ``spare_homes`` come on top where there are levels
         at all and groups are left. ``pad`` a record of one part where a group would be too large. As many
-        homes lie in the peer as ``peer_bytes`` hold, the same number of every layer.
+        homes lie in the peer as ``peer_bytes`` hold, the same number of every layer. With
+        ``first_stays`` the first group has no home: see ``ExpertSlab``.
 
         Raises:
             ConfigError: the ratio is outside 0..1, or a group would exceed 8 experts or 64 MiB.
@@ -79,8 +81,9 @@ class SlabGeometry:
             group, record = _padded(part_bytes[0], granularity)
             padding, part_bytes = record - part_bytes[0], (record,)
         # A ratio is written in decimals: without the slack 0.29 of 100 experts would be 28.
-        levels = math.floor(max_offload_ratio * experts / group + 1e-9)
-        spare = min(spare_homes, experts // group - levels) if levels else 0
+        movable = experts // group - first_stays
+        levels = min(math.floor(max_offload_ratio * experts / group + 1e-9), movable)
+        spare = min(spare_homes, movable - levels) if levels else 0
         in_peer = peer_bytes // (layers * group * sum(part_bytes))
         return cls(
             layers=layers,

@@ -91,14 +91,6 @@ class ExpertRecords:
         """Place of the permanent alias of home slot ``home``."""
         return self.home_alias(home) // self.geometry.group
 
-    def mirrors(self, group: int) -> bool:
-        """Whether the home of the group lies behind the group's own addresses while the group is out.
-
-        The first group's always does: its address is that of the tensor over all records, and Triton asks the
-        driver at every launch whether something lies there.
-        """
-        return self.mirror or group == 0
-
     def pages(self, layer: int, group: int) -> tuple[int, ...]:
         """The group's HBM pages, part by part in address order; none while it is out."""
         return self.ledger.pages(Owner(OwnerKind.EXPERT, layer, group))
@@ -130,20 +122,22 @@ class ExpertRecords:
         pages = {group: self.pages(layer, group) for group in homes}
         tx.on_undo(partial(self._copy_from_homes, layer, homes))
         self._unmap(tx, layer, pages)
-        self._map(tx, layer, self._home_pages(layer, self._mirrored(homes)))
+        if self.mirror:
+            self._map(tx, layer, self._home_pages(layer, homes))
         for group, share in pages.items():
             self._hand_over(tx, share, Owner(OwnerKind.EXPERT, layer, group), FREE)
 
     def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         """Put pages behind the own addresses of groups that are out, ahead of ``bring_back``.
 
-        They may belong to others, and be read where else they lie. Nothing is done where a group's home lies
-        behind these addresses, and may be read there.
+        They may belong to others, and be read where else they lie. With ``mirror`` the groups' homes are read
+        at these addresses, and nothing is done.
 
         Args:
             pages: of each group, part by part in address order.
         """
-        self._map(tx, layer, {group: pages[group] for group in pages if not self.mirrors(group)})
+        if not self.mirror:
+            self._map(tx, layer, pages)
 
     def bring_back(
         self, tx: Transaction, layer: int, homes: Mapping[int, int], pages: Mapping[int, Sequence[int]]
@@ -152,9 +146,9 @@ class ExpertRecords:
 
         Nobody may read the pages any more, wherever else they lie.
         """
-        mirrored = self._mirrored(homes)
-        self._unmap(tx, layer, self._home_pages(layer, mirrored))
-        self._map(tx, layer, {group: pages[group] for group in mirrored})
+        if self.mirror:
+            self._unmap(tx, layer, self._home_pages(layer, homes))
+            self._map(tx, layer, pages)
         for group, share in pages.items():
             self._hand_over(tx, share, FREE, Owner(OwnerKind.EXPERT, layer, group))
         tx.on_undo(self.driver.synchronize)
@@ -229,7 +223,7 @@ class ExpertRecords:
         """Stretches of own slots with pages behind them, ``(first, end)``."""
         geometry, first = self.geometry, 0
         for group in range(geometry.groups):
-            if not self.mirrors(group) and not self.pages(layer, group):
+            if not self.mirror and not self.pages(layer, group):
                 if first < group * geometry.group:
                     yield first, group * geometry.group
                 first = (group + 1) * geometry.group
@@ -240,9 +234,6 @@ class ExpertRecords:
         for layer in range(self.geometry.layers):
             for part in range(self.geometry.parts):
                 yield layer, part
-
-    def _mirrored(self, homes: Mapping[int, int]) -> dict[int, int]:
-        return {group: home for group, home in homes.items() if self.mirrors(group)}
 
     def _home_pages(self, layer: int, homes: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """Pages of each group's home."""

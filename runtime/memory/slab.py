@@ -83,7 +83,7 @@ class ExpertSlab:
     def readable(self, layer: int, expert: int) -> bool:
         """Whether something lies behind the expert's own address."""
         group = self.record(layer, expert) // self.geometry.group
-        return self._records.mirrors(group) or bool(self.pages(layer, group))
+        return self._records.mirror or bool(self.pages(layer, group))
 
     def pages(self, layer: int, group: int) -> tuple[int, ...]:
         """The group's HBM pages, in address order; none while it is out."""
@@ -263,8 +263,13 @@ class ExpertSlab:
         return [each for each, end in zip(jobs, ends, strict=True) if end <= most]
 
     def _resident(self, layer: int) -> Iterator[int]:
-        redirected = self._redirected[layer]
-        return (group for group in self._coldness[layer] if group not in redirected)
+        """Groups that may leave, coldest first.
+
+        Without ``mirror`` the first one stays: its address is that of the tensor over all records, and Triton
+        asks the driver at every launch, also beside a move, whether something lies there.
+        """
+        stay = self._redirected[layer] if self._records.mirror else {*self._redirected[layer], 0}
+        return (group for group in self._coldness[layer] if group not in stay)
 
     def _valid_home(self, layer: int, group: int) -> int:
         home = self.home_of(layer, group)

@@ -81,7 +81,7 @@ class Chain:
         rested: blocks worth keeping when it came to rest.
         size: the same, and more in proportion since a longer prompt goes on from it: what keeping it takes.
         blocks: those still there, by id.
-        under_way: a request goes on from it now.
+        under_way: requests that go on from it now.
     """
 
     hashes: Sequence[Hashable]
@@ -90,7 +90,7 @@ class Chain:
     rested: int = 0
     size: int = 0
     blocks: dict[int, Part] = field(default_factory=dict)
-    under_way: bool = False
+    under_way: set[Hashable] = field(default_factory=set)
     _usable: int | None = None
     _old: tuple[int, ...] | None = None
 
@@ -101,19 +101,16 @@ class Chain:
         return self._usable
 
     def hold(self, blocks: Mapping[int, Part]) -> None:
-        self.blocks, self._usable = dict(blocks), None
+        self.blocks, self._usable, self._old = dict(blocks), None, None
 
-    def old_states(self, layout: Layout) -> list[int]:
+    def old_states(self, layout: Layout) -> tuple[int, ...]:
         """Blocks with states before the ``KEPT_STATES`` last at which all are there."""
-        if not layout.state:
-            return []
-        ends = sorted(_state_ends(self.blocks.values(), layout), reverse=True)
-        if len(ends) <= KEPT_STATES:
-            return []
-        kept = ends[KEPT_STATES - 1]
-        return [
-            block for block, part in self.blocks.items() if part.group in layout.state and part.end < kept
-        ]
+        if self._old is None:
+            ends = sorted(_state_ends(self.blocks.values(), layout), reverse=True)
+            kept = ends[KEPT_STATES - 1] if len(ends) > KEPT_STATES else 0
+            states = ((block, part) for block, part in self.blocks.items() if part.group in layout.state)
+            self._old = tuple(block for block, part in states if part.end < kept)
+        return self._old
 
     def drop(self, block: int) -> None:
         del self.blocks[block]
@@ -160,6 +157,7 @@ class Chains:
         self._chains: dict[Chain, None] = {}
         self._chain_of: dict[Hashable, Chain] = {}
         self._owners: dict[int, set[Chain]] = {}
+        self._chain_under: dict[Hashable, Chain] = {}
         self.orphans: dict[int, None] = {}
         # Whether a request has ever left a prefix that is good for most of it: some models keep no states.
         self._kept_whole = False
@@ -176,14 +174,15 @@ class Chains:
                 return (chain, shared) if shared >= CONTINUES * len(chain.hashes) else None
         return None
 
-    def looked_up(self, now_s: float, hashes: Sequence[Hashable]) -> Lookup | None:
-        """A request with these blocks is admitted; None where it continues no chain."""
+    def looked_up(self, now_s: float, hashes: Sequence[Hashable], request: Hashable = None) -> Lookup | None:
+        """``request`` with these blocks is admitted; None where it continues no chain."""
         found = self.match(hashes)
         if found is None:
             return None
         chain, shared = found
         chain.size = max(chain.size, chain.rested * len(hashes) // len(chain.hashes))
-        chain.under_way = True
+        chain.under_way.add(request)
+        self._chain_under[request] = chain
         newer = 0
         for other in reversed(self._chains):
             if other is chain:
@@ -194,15 +193,27 @@ class Chains:
         self._use(chain, now_s)
         return lookup
 
-    def rest(self, now_s: float, hashes: Sequence[Hashable], blocks: Mapping[int, Part]) -> None:
-        """A request has finished; ``blocks`` are those of its blocks that hold cached content."""
+    def rest(
+        self,
+        now_s: float,
+        hashes: Sequence[Hashable],
+        blocks: Mapping[int, Part],
+        request: Hashable = None,
+    ) -> None:
+        """``request`` has finished, ``hashes`` being of the blocks that it computed or was given.
+
+        Args:
+            blocks: those of its blocks that hold cached content.
+        """
+        went_on = self._chain_under.pop(request, None)
+        if went_on is not None:
+            went_on.under_way.discard(request)
         if not hashes or not blocks:
             return
         found = self.match(hashes)
         chain = found[0] if found else Chain(hashes, now_s)
         self._unlink(chain)
         chain.hold(blocks)
-        chain.under_way = False
         chain.hashes = hashes
         chain.size = chain.rested = len(blocks) - len(chain.old_states(self.layout))
         chain.curable = chain.usable(self.layout)

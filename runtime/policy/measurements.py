@@ -85,8 +85,9 @@ class Measurements:
         hit_tokens: int = 0,
         loaded_tokens: int = 0,
         used_blocks: int = 0,
+        request: Hashable = None,
     ) -> None:
-        """A request is admitted, for the first time.
+        """``request`` is admitted, for the first time.
 
         Args:
             hit_tokens, loaded_tokens: tokens that it finds, and loads from host memory.
@@ -96,7 +97,7 @@ class Measurements:
         self._beside.append(max(0, used_blocks - self.chains.size_under_way))
         if self._reads is not None:
             self._reads.looked_up()
-        lookup = self.chains.looked_up(now_s, hashes)
+        lookup = self.chains.looked_up(now_s, hashes, request)
         if lookup is None:
             self._distances.record(now_s, 0, 0)
             return
@@ -107,9 +108,15 @@ class Measurements:
             self._missed = decay * self._missed + missed
             self._loaded = decay * self._loaded + min(loaded_tokens, missed)
 
-    def rest(self, now_s: float, hashes: Sequence[Hashable], blocks: Mapping[int, Part]) -> None:
-        """A request gives up its blocks; ``blocks`` are those with cached content."""
-        self.chains.rest(now_s, hashes, blocks)
+    def rest(
+        self,
+        now_s: float,
+        hashes: Sequence[Hashable],
+        blocks: Mapping[int, Part],
+        request: Hashable = None,
+    ) -> None:
+        """``request`` gives up its blocks, of ``hashes``; ``blocks`` are those with cached content."""
+        self.chains.rest(now_s, hashes, blocks, request)
 
     def lost(self, block: int) -> None:
         self.chains.lost(block)
@@ -122,18 +129,23 @@ class Measurements:
 
     # Choices.
 
-    def await_all(self, waiting: Iterable[Sequence[Hashable]]) -> None:
-        """Requests with these blocks wait for admission: what they go on from is needed next."""
-        found = (self.chains.match(hashes) for hashes in waiting)
-        self._awaited = {match[0] for match in found if match}
+    def wait(self, waiting: Iterable[Sequence[Hashable]]) -> list[int]:
+        """Requests with these blocks wait for admission, so what they go on from is needed next.
 
-    def cached_tokens(self, hashes: Sequence[Hashable]) -> int:
-        """Tokens that a request with these blocks would be given, about."""
-        found = self.chains.match(hashes)
-        if found is None:
-            return 0
-        chain, shared = found
-        return min(chain.usable(self.chains.layout), shared * self.chains.layout.block_tokens)
+        Returns:
+            tokens that each of them would be given, about.
+        """
+        awaited, there = set(), []
+        for found in map(self.chains.match, waiting):
+            if found is None:
+                there.append(0)
+                continue
+            chain, shared = found
+            awaited.add(chain)
+            layout = self.chains.layout
+            there.append(min(chain.usable(layout), shared * layout.block_tokens))
+        self._awaited = awaited
+        return there
 
     def victims(self, now_s: float, count: int, free: Collection[int]) -> list[int]:
         """Up to ``count`` blocks of ``free`` to evict, in that order.

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # Upper edges of the age bins, in seconds: half an octave each, up to three hours; beyond is the last bin.
@@ -88,6 +88,8 @@ class _Sample(NamedTuple):
 
 # Lookups of prefixes that had been there after which what they hit counts half: capacity changes meanwhile.
 HIT_HALF_LIFE = 16.0
+# Steps of a curve, about: more would tell nothing more, and take longer to look at.
+MOST_POINTS = 256
 
 
 class _Point(NamedTuple):
@@ -112,6 +114,7 @@ class HitCurve:
     lookups: int
     hit_share: float = 0.0
     lookups_per_s: float = 0.0
+    _beyond: dict[int, tuple[_Point, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def reusable(self) -> float:
@@ -142,8 +145,10 @@ class HitCurve:
         if blocks <= capacity:
             held = self.held(capacity)
             return now * self.held(blocks) / held if held else 0.0
-        beyond = [point for point in self.points if point.blocks > capacity and point.tokens > now]
-        return _between(_hull([_Point(capacity, now), *beyond]), blocks)
+        if capacity not in self._beyond:
+            beyond = [point for point in self.points if point.blocks > capacity and point.tokens > now]
+            self._beyond[capacity] = tuple(_hull([_Point(capacity, now), *beyond]))
+        return _between(self._beyond[capacity], blocks)
 
 
 def _between(hull: Sequence[_Point], blocks: int) -> float:
@@ -179,6 +184,7 @@ class ReuseDistances:
         """
         assert need >= 0 and tokens >= 0
         self._samples.append(_Sample(now_s, need, tokens))
+        self._forget(now_s)
         if tokens:
             decay = 0.5 ** (1 / HIT_HALF_LIFE)
             self._hit = decay * self._hit + min(hit, tokens)
@@ -186,8 +192,7 @@ class ReuseDistances:
 
     def curve(self, now_s: float) -> HitCurve:
         """The curve of the window; flat where nothing could be hit."""
-        while self._samples and now_s - self._samples[0].time_s > self._window_s:
-            self._samples.popleft()
+        self._forget(now_s)
         # The first lookup only marks the time from which the others are counted.
         span_s = max(now_s - self._samples[0].time_s, 1.0) if self._samples else 1.0
         points, total = [_Point(0, 0.0)], 0.0
@@ -199,8 +204,14 @@ class ReuseDistances:
                     points.pop()
                 points.append(point)
         share = self._hit / self._could if self._could else 0.0
+        points = points[:: -max(1, len(points) // MOST_POINTS)][::-1]  # the last one stays
+        points = points if points[0].blocks == 0 else [_Point(0, 0.0), *points]
         count = len(self._samples)
         return HitCurve(tuple(points), tuple(_hull(points)), count, share, count / span_s)
+
+    def _forget(self, now_s: float) -> None:
+        while self._samples and now_s - self._samples[0].time_s > self._window_s:
+            self._samples.popleft()
 
 
 def _hull(points: list[_Point]) -> list[_Point]:

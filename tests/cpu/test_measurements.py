@@ -252,10 +252,10 @@ def test_prefixes_that_host_memory_holds_go_before_experts() -> None:
 def test_what_is_there_of_a_prompt() -> None:
     measurements = make()
     measurements.rest(0.0, hashes(0), blocks(0))
-    assert measurements.cached_tokens([*hashes(0), (0, 99)]) == 99 * 544
-    assert measurements.cached_tokens(hashes(1)) == 0
+    assert measurements.wait([[*hashes(0), (0, 99)]]) == [99 * 544]
+    assert measurements.wait([hashes(1)]) == [0]
     measurements.lost(0)
-    assert measurements.cached_tokens(hashes(0)) == 0
+    assert measurements.wait([hashes(0)]) == [0]
 
 
 def test_the_horizon_follows_the_pressure() -> None:

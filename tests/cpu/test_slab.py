@@ -98,7 +98,8 @@ def test_a_wanted_home_is_not_copied_again(rig: Rig) -> None:
     before = [[slab.home_of(layer, group) for group in slab.coldest(layer, 3)] for layer in layers]
     for layer in layers:
         first, second, third, *rest = slab.coldest(layer, 9)
-        slab.set_coldness(layer, [third, rest[0], first, second, *rest[1:]])
+        last = set(range(rig.geometry.movable_groups)) - {first, second, third, rest[0]}
+        slab.set_coldness(layer, [third, rest[0], first, second, *last])
     assert slab.refresh_homes(1 << 40) == rig.geometry.layers * rig.geometry.group_bytes
     for layer, homes in enumerate(before):
         third, new, first = slab.coldest(layer, 3)

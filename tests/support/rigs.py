@@ -51,8 +51,8 @@ class Shape:
 RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, positions=1, staging=8)
 # Dense w13 and w2, a group of three pages for each expert; a KV tail for each of three positions.
 DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
-# Own addresses lead nowhere while a group is out.
-BARE = replace(RECORDS, name="records, bare", mirror=False)
+# Own addresses lead nowhere while a group is out; the first one stays, so there is a group more.
+BARE = replace(RECORDS, name="records, bare", experts=11, ratio=0.6, mirror=False)
 SHAPES = (RECORDS, DENSE, BARE)
 # The same with homes in a peer: of some groups, and of all.
 PEER_SHAPES = (

@@ -345,7 +345,9 @@ def test_the_measured_policy_spills_too() -> None:
     arbiter.measure(lambda: facts)
     assert arbiter.measured is not None
     blocks = bench.serve(range(48), 3)
-    arbiter.measured.rest(bench.request(range(48)))
+    served = bench.request(range(48))
+    served.num_computed_tokens = 48
+    arbiter.measured.rest(served)
     request: Any = SimpleNamespace(num_computed_tokens=0)
     assert arbiter.weigh(2, [], 0, request, running=False) == 2
     assert arbiter.journal.decisions == {"spill": 1}

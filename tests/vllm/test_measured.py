@@ -51,9 +51,10 @@ def prompt(arbiter: Arbiter, name: int, blocks: int) -> tuple[Any, list[Any]]:
     """A request that has filled ``blocks`` attention blocks and has a state at their end."""
     hashes = [bytes([name, place]) * 16 for place in range(blocks)]
     request: Any = SimpleNamespace(
+        request_id=str(name),
         block_hashes=hashes,
         num_tokens=blocks * BLOCK,
-        num_computed_tokens=0,
+        num_computed_tokens=blocks * BLOCK,
         arrival_time=float(name),
         status=None,
     )
@@ -89,8 +90,8 @@ def test_the_chain_that_is_worth_least_goes_first_whatever_was_used_last() -> No
     assert arbiter.journal.decisions[Action.EVICT.value] == 1
     taken = {block.block_id for block in arbiter.pool.get_new_blocks(4)}
     assert taken <= {block.block_id for block in broken_held}
-    assert measured.measurements.cached_tokens(kept.block_hashes) == 5 * BLOCK
-    assert measured.measurements.cached_tokens(broken.block_hashes) == 0
+    assert measured.measurements.wait([kept.block_hashes]) == [5 * BLOCK]
+    assert measured.measurements.wait([broken.block_hashes]) == [0]
     measured.measurements.chains.check_integrity()
     arbiter.pool.free_blocks(filler)
 

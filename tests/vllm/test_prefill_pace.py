@@ -23,12 +23,12 @@ def test_vllm_can_still_be_told_to_throttle_prefills() -> None:
 
 def test_prompts_wait_for_a_pass_of_their_own_while_others_decode(tiny_model: Path) -> None:
     read_s, share = 0.4, 0.5
-    run = run_scenario("paced", tiny_model, read_s=read_s, share=share, max_tokens=200)
-    free = run_scenario("paced", tiny_model, read_s=read_s, share=1.0, max_tokens=200)
+    run = run_scenario("paced", tiny_model, read_s=read_s, share=share, max_tokens=600)
+    free = run_scenario("paced", tiny_model, read_s=read_s, share=1.0, max_tokens=600)
     assert run["read_s"] == free["read_s"] == pytest.approx(read_s)
     for found in (run, free):
         begun = [at for at, prefills, _ in found["steps"] if prefills]
-        assert len(begun) == 2 and [len(tokens) for tokens in found["tokens"].values()] == [200, 200]
+        assert len(begun) == 2 and [len(tokens) for tokens in found["tokens"].values()] == [600, 600]
         between = [prefills for at, prefills, _ in found["steps"] if begun[0] < at < begun[1]]
         if found is run:
             assert begun[1] - begun[0] >= read_s / share and len(between) + 1 >= run["held"] > 5
@@ -69,19 +69,48 @@ def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
 )
 def test_two_prompts_share_a_step(level: int, share: float, begun: bool, given: int, during: int) -> None:
     """Whatever happens while the step is scheduled, vLLM's own limit is back after it."""
-    config = SimpleNamespace(long_prefill_token_threshold=given)
+    config = SimpleNamespace(
+        long_prefill_token_threshold=given, enable_chunked_prefill=True, disable_chunked_mm_input=False
+    )
     running = [SimpleNamespace(is_prefill_chunk=begun), SimpleNamespace(is_prefill_chunk=False)]
     scheduler = SimpleNamespace(
         scheduler_config=config,
         waiting=[object()],
         running=running,
         max_num_scheduled_tokens=1100,
+        max_num_running_reqs=8,
         block_size=256,
     )
     with pytest.raises(KeyError), paced_prefills(level, share).sharing(scheduler):
         assert config.long_prefill_token_threshold == during
         raise KeyError
     assert config.long_prefill_token_threshold == given
+
+
+@pytest.mark.parametrize(
+    ("most_running", "tokens", "allowed"),
+    [(8, 1100, True), (2, 1100, False), (8, 300, False)],
+    ids=["there is room", "as many run as may", "the last step had room and admitted nobody"],
+)
+def test_no_room_is_left_for_who_cannot_enter(most_running: int, tokens: int, allowed: bool) -> None:
+    config = SimpleNamespace(
+        long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
+    )
+    scheduler = SimpleNamespace(
+        scheduler_config=config,
+        waiting=[object(), object()],
+        running=[SimpleNamespace(is_prefill_chunk=True), SimpleNamespace(is_prefill_chunk=False)],
+        max_num_scheduled_tokens=1100,
+        max_num_running_reqs=most_running,
+        block_size=256,
+    )
+    paced = paced_prefills()
+    output: Any = SimpleNamespace(
+        total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": tokens - 1, "b": 1}
+    )
+    paced.scheduled(output, budget=1100, left=2, least=256)
+    with paced.sharing(scheduler):
+        assert bool(config.long_prefill_token_threshold) is allowed
 
 
 def test_vllm_reads_the_limit_in_every_step() -> None:
@@ -100,7 +129,7 @@ def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=tokens, num_scheduled_tokens=dict.fromkeys(range(requests))
         )
-        paced.scheduled(output, budget=1000)
+        paced.scheduled(output, budget=1000, left=1, least=100)
         assert paced.hold(scheduler) is held
     paced._arbiter.controller.level = 20
     assert paced.read_s == 100.0, "no more than there is on the host"

@@ -33,7 +33,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all of them, in the order that they are in; the last one stops it."""
-    settings = ["--max-offload-ratio", "0.5", "--vamp-policy", EAGER]
+    settings = [
+        "--max-offload-ratio",
+        "0.5",
+        "--vamp-policy",
+        EAGER,
+        "--additional-config.vamp.restore",
+        "false",
+    ]
     limits = ["--max-model-len", "2048", "--max-num-seqs", "2", "--kv-cache-memory-bytes", str(3 * MIB)]
     with serving(tiny_model, cache, tmp_path_factory.mktemp("server"), *settings, *limits) as server:
         yield server
