@@ -71,7 +71,7 @@ class PacedPrefills:
         """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts.
 
         Args:
-            left: requests that still wait.
+            left: requests that still wait although the step was not held.
             least: tokens of the smallest chunk of a prompt.
         """
         tokens = output.total_num_scheduled_tokens

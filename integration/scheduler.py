@@ -83,12 +83,12 @@ class VampSchedulerMixin:
         held = self.paced.hold(self)
         with self.paced.sharing(self):
             output: SchedulerOutput = super().schedule(throttle_prefills or held)  # type: ignore[misc]
+        engine: Any = self
         # Requests that have just arrived or are held back are no sign of pressure; those not admitted are.
         if not held:
-            engine: Any = self
             self.left_waiting = len(engine.waiting)
-            budget = engine.max_num_scheduled_tokens
-            self.paced.scheduled(output, budget, self.left_waiting, engine.block_size)
+        left, budget = 0 if held else self.left_waiting, engine.max_num_scheduled_tokens
+        self.paced.scheduled(output, budget, left, engine.block_size)
         put_command(output, self.arbiter.command())
         if measured is not None:
             measured.step(output.total_num_scheduled_tokens)

@@ -23,12 +23,12 @@ def test_vllm_can_still_be_told_to_throttle_prefills() -> None:
 
 def test_prompts_wait_for_a_pass_of_their_own_while_others_decode(tiny_model: Path) -> None:
     read_s, share = 0.4, 0.5
-    run = run_scenario("paced", tiny_model, read_s=read_s, share=share, max_tokens=600)
-    free = run_scenario("paced", tiny_model, read_s=read_s, share=1.0, max_tokens=600)
+    run = run_scenario("paced", tiny_model, read_s=read_s, share=share, max_tokens=300)
+    free = run_scenario("paced", tiny_model, read_s=read_s, share=1.0, max_tokens=300)
     assert run["read_s"] == free["read_s"] == pytest.approx(read_s)
     for found in (run, free):
         begun = [at for at, prefills, _ in found["steps"] if prefills]
-        assert len(begun) == 2 and [len(tokens) for tokens in found["tokens"].values()] == [600, 600]
+        assert len(begun) == 2 and [len(tokens) for tokens in found["tokens"].values()] == [300, 300]
         between = [prefills for at, prefills, _ in found["steps"] if begun[0] < at < begun[1]]
         if found is run:
             assert begun[1] - begun[0] >= read_s / share and len(between) + 1 >= run["held"] > 5
