@@ -24,6 +24,9 @@ from vamp_integration.arbiter import Arbiter
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace, longest_prompt
 
+# Steps after which a prompt leaves no room for requests that had room and did not enter: they lack something
+# else. A request that waits for a level enters sooner.
+SHUT_AFTER = 4
 # Chunks of hybrid models end at block boundaries, short of the budget.
 FULL = 0.9
 
@@ -39,7 +42,7 @@ class PacedPrefills:
     def __init__(self, arbiter: Arbiter, share: float, bandwidth: float) -> None:
         self.pace = PrefillPace(share)
         self._arbiter, self._bandwidth = arbiter, bandwidth
-        self._shut = False  # the last step had room left, and yet somebody was not admitted
+        self._shut_steps = 0  # the last ones, which had room left and yet somebody was not admitted
 
     def hold(self, scheduler: Any) -> bool:
         """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
@@ -57,7 +60,8 @@ class PacedPrefills:
         # A part of a prompt that must not be cut would never fit below the limit.
         cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
         if cut and self.pace.share < 1 and self.read_s >= LEAST_READ_S:
-            enter = 0 if self._shut else scheduler.max_num_running_reqs - len(scheduler.running)
+            shut = self._shut_steps >= SHUT_AFTER
+            enter = 0 if shut else scheduler.max_num_running_reqs - len(scheduler.running)
             prompts = _begun(scheduler) + min(len(scheduler.waiting), enter)
             most = longest_prompt(scheduler.max_num_scheduled_tokens, prompts, scheduler.block_size)
         if most:
@@ -75,7 +79,7 @@ class PacedPrefills:
             least: tokens of the smallest chunk of a prompt.
         """
         tokens = output.total_num_scheduled_tokens
-        self._shut = left > 0 and budget - tokens >= least
+        self._shut_steps = self._shut_steps + 1 if left > 0 and budget - tokens >= least else 0
         if len(output.num_scheduled_tokens) < tokens < FULL * budget:
             self.pace.prefilled(time.monotonic())
 

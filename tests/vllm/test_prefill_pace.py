@@ -90,9 +90,11 @@ def test_two_prompts_share_a_step(level: int, share: float, begun: bool, given: 
 @pytest.mark.parametrize(
     ("most_running", "tokens", "allowed"),
     [(8, 1100, True), (2, 1100, False), (8, 300, False)],
-    ids=["there is room", "as many run as may", "the last step had room and admitted nobody"],
+    ids=["there is room", "as many run as may", "the last steps had room and admitted nobody"],
 )
 def test_no_room_is_left_for_who_cannot_enter(most_running: int, tokens: int, allowed: bool) -> None:
+    from vamp_integration.prefill_pace import SHUT_AFTER
+
     config = SimpleNamespace(
         long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
     )
@@ -108,7 +110,10 @@ def test_no_room_is_left_for_who_cannot_enter(most_running: int, tokens: int, al
     output: Any = SimpleNamespace(
         total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": tokens - 1, "b": 1}
     )
-    paced.scheduled(output, budget=1100, left=2, least=256)
+    for step in range(SHUT_AFTER):
+        with paced.sharing(scheduler):
+            assert bool(config.long_prefill_token_threshold) is (most_running > 2), f"after {step} steps"
+        paced.scheduled(output, budget=1100, left=2, least=256)
     with paced.sharing(scheduler):
         assert bool(config.long_prefill_token_threshold) is allowed
 
