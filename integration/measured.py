@@ -221,7 +221,7 @@ class Measured:
             for group in sorted(self.facts.layout.attention | self.facts.layout.state):
                 for block in self.pool.get_cached_block(block_hash, [group]) or ():
                     blocks[block.block_id] = Part(group, (place + 1) * tokens)
-        self.measurements.rest(time.monotonic(), hashes, blocks, request.request_id)
+        self.measurements.chains.rest(time.monotonic(), hashes, blocks, request.request_id)
 
     def _hashes(self, request: Any) -> Sequence[Any]:
         # Hashes are chained: the last of a block names all before it.
@@ -238,7 +238,8 @@ class Measured:
         now = time.monotonic()
         self.measurements.pressed(now)
         wanted = min(situation.needed_blocks, situation.evictable_blocks)
-        victims = self._victims(now, wanted, clean, hits)
+        # All free blocks without content are among ``clean``.
+        victims = self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
         prices = MeasuredPrices(
             self.measurements,
@@ -258,14 +259,6 @@ class Measured:
 
     def _on_host(self, block_id: int) -> bool:
         return self._host_holds(self.pool.blocks[block_id])
-
-    def _victims(
-        self, now: float, wanted: int, clean: Sequence[KVCacheBlock], hits: Collection[KVCacheBlock]
-    ) -> list[int]:
-        """Free blocks to evict; all that have no content are among ``clean``."""
-        if wanted <= 0:
-            return []
-        return self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
 
     def aim(self, level: int, blocks_at: Sequence[int]) -> int:
         """Levels worth asking for beyond ``level``, at most up to that of the last of ``blocks_at``."""

@@ -9,6 +9,7 @@ from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.geometry import KVGeometry
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.mapped import map_pages, unmap_pages
 from vamp_runtime.memory.transaction import Transaction
 
 FREE = Owner(OwnerKind.FREE)
@@ -75,24 +76,12 @@ class KVRegion:
         self.cover(tx, handles)
         self.extend(tx, handles)
 
-    def pop(self, tx: Transaction, n: int) -> list[int]:
-        """Take the last ``n`` pages from the tails; they come back FREE and unmapped.
-
-        The undo maps them again and queues their zeroing, since whoever got them may have overwritten them.
-        """
-        handles = self.shrink(tx, n)
-        self.uncover(tx, handles)
-        return handles
-
     def cover(self, tx: Transaction, handles: Sequence[int]) -> None:
         """Map pages behind the addresses that follow the tails, ahead of ``extend``.
 
         They may belong to others, and be read where else they lie: nothing is written.
         """
-        for address, share in self._shares(handles):
-            nbytes = len(share) * self._ledger.page_bytes
-            tx.do(partial(self._driver.map, address, *share), partial(self._driver.unmap, address, nbytes))
-            self._driver.set_access(address, nbytes)
+        map_pages(tx, self._driver, self._ledger.page_bytes, self._shares(handles))
 
     def extend(self, tx: Transaction, handles: Sequence[int]) -> None:
         """Count FREE pages that cover the tails as RESERVE, and queue their zeroing."""
@@ -117,10 +106,7 @@ class KVRegion:
 
     def uncover(self, tx: Transaction, handles: Sequence[int]) -> None:
         """Unmap pages from the addresses that follow the tails."""
-        for address, share in self._shares(handles):
-            nbytes = len(share) * self._ledger.page_bytes
-            again = partial(self._map_again, address, share)
-            tx.do(partial(self._driver.unmap, address, nbytes), again)
+        unmap_pages(tx, self._driver, self._ledger.page_bytes, self._shares(handles))
 
     def last(self, n: int) -> list[int]:
         """The last ``n`` pages of the tails."""
@@ -179,10 +165,6 @@ class KVRegion:
     def _zero(self, shares: Sequence[tuple[int, Sequence[int]]]) -> None:
         for address, share in shares:
             self._driver.zero(address, len(share) * self._ledger.page_bytes)
-
-    def _map_again(self, address: int, handles: Sequence[int]) -> None:
-        self._driver.map(address, *handles)
-        self._driver.set_access(address, len(handles) * self._ledger.page_bytes)
 
     def _append_zeroed(self, handles: Sequence[int]) -> None:
         self._zero(self._shares(handles))

@@ -10,6 +10,7 @@ from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
+from vamp_runtime.memory.mapped import map_pages, unmap_pages
 from vamp_runtime.memory.no_room import no_room
 from vamp_runtime.memory.runs import runs
 from vamp_runtime.memory.transaction import Transaction
@@ -254,19 +255,10 @@ class ExpertRecords:
                 first = last
 
     def _map(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
-        for start, share in self._stretches(layer, pages):
-            nbytes = len(share) * self.geometry.page_bytes
-            tx.do(partial(self.driver.map, start, *share), partial(self.driver.unmap, start, nbytes))
-            self.driver.set_access(start, nbytes)
+        map_pages(tx, self.driver, self.geometry.page_bytes, self._stretches(layer, pages))
 
     def _unmap(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
-        for start, share in self._stretches(layer, pages):
-            nbytes = len(share) * self.geometry.page_bytes
-            tx.do(partial(self.driver.unmap, start, nbytes), partial(self._map_again, start, share))
-
-    def _map_again(self, start: int, pages: Sequence[int]) -> None:
-        self.driver.map(start, *pages)
-        self.driver.set_access(start, len(pages) * self.geometry.page_bytes)
+        unmap_pages(tx, self.driver, self.geometry.page_bytes, self._stretches(layer, pages))
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""

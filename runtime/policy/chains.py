@@ -51,8 +51,7 @@ def usable_tokens(parts: Iterable[Part], layout: Layout) -> int:
         reach = whole
     if not layout.state:
         return reach
-    states = set.intersection(*(ends[group] for group in layout.state))
-    return max((end for end in states if end <= reach), default=0)
+    return max((end for end in _state_ends(ends, layout) if end <= reach), default=0)
 
 
 def _ends(parts: Iterable[Part], layout: Layout) -> dict[int, set[int]]:
@@ -64,9 +63,8 @@ def _ends(parts: Iterable[Part], layout: Layout) -> dict[int, set[int]]:
     return ends
 
 
-def _state_ends(parts: Iterable[Part], layout: Layout) -> set[int]:
-    """Tokens after which the state of every group is there."""
-    ends = _ends(parts, layout)
+def _state_ends(ends: Mapping[int, set[int]], layout: Layout) -> set[int]:
+    """Of ``_ends``, those after which the state of every group is there."""
     return set.intersection(*(ends[group] for group in layout.state)) if layout.state else set()
 
 
@@ -106,7 +104,7 @@ class Chain:
     def old_states(self, layout: Layout) -> tuple[int, ...]:
         """Blocks with states before the ``KEPT_STATES`` last at which all are there."""
         if self._old is None:
-            ends = sorted(_state_ends(self.blocks.values(), layout), reverse=True)
+            ends = sorted(_state_ends(_ends(self.blocks.values(), layout), layout), reverse=True)
             kept = ends[KEPT_STATES - 1] if len(ends) > KEPT_STATES else 0
             states = ((block, part) for block, part in self.blocks.items() if part.group in layout.state)
             self._old = tuple(block for block, part in states if part.end < kept)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 
-from vamp_runtime.policy.chains import Chain, Chains, Layout, Loss, Part
+from vamp_runtime.policy.chains import Chain, Chains, Layout, Loss
 from vamp_runtime.policy.cost import overhead
 from vamp_runtime.policy.measured import (
     MeasuredParameters,
@@ -108,16 +108,6 @@ class Measurements:
             self._missed = decay * self._missed + missed
             self._loaded = decay * self._loaded + min(loaded_tokens, missed)
 
-    def rest(
-        self,
-        now_s: float,
-        hashes: Sequence[Hashable],
-        blocks: Mapping[int, Part],
-        request: Hashable = None,
-    ) -> None:
-        """``request`` gives up its blocks, of ``hashes``; ``blocks`` are those with cached content."""
-        self.chains.rest(now_s, hashes, blocks, request)
-
     def lost(self, block: int) -> None:
         self.chains.lost(block)
 
@@ -159,15 +149,14 @@ class Measurements:
             return chain in awaited, chain_rank(chain, layout, self.times, now_s, prefill)
 
         def all_of_them() -> Iterator[int]:
-            yield from self.chains.orphans
-            yield from self.chains.old_states()
+            yield from (block for block in self.chains.orphans if block in free)
+            yield from (block for block in self.chains.old_states() if block in free)
             yield from self.chains.order(sorted(self.chains, key=rank), free)
             yield from free
 
         chosen: dict[int, None] = {}
         for block in all_of_them() if count > 0 else ():
-            if block in free:
-                chosen[block] = None
+            chosen[block] = None
             if len(chosen) == count:
                 break
         return list(chosen)

@@ -23,6 +23,13 @@ GEOMETRY = KVGeometry(
 )
 
 
+def pop(region: KVRegion, tx: Transaction, n: int) -> list[int]:
+    """Take the last ``n`` pages from the tails, as a restore does."""
+    handles = region.shrink(tx, n)
+    region.uncover(tx, handles)
+    return handles
+
+
 @pytest.fixture
 def driver() -> Iterator[HostDriver]:
     driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
@@ -78,9 +85,9 @@ def test_claimed_pages_are_not_popped(driver: HostDriver) -> None:
     region = build(driver, 9)
     region.claim(2)
     with Transaction() as tx, pytest.raises(AssertionError, match="claimed block"):
-        region.pop(tx, 4)
+        pop(region, tx, 4)
     with Transaction() as tx:
-        assert len(region.pop(tx, 3)) == 3
+        assert len(pop(region, tx, 3)) == 3
         tx.commit()
     region.check_integrity()
     assert kinds(region) == (6, 0, 3)
@@ -91,7 +98,7 @@ def test_pushed_pages_are_zero_whatever_they_held(driver: HostDriver) -> None:
     driver.write(region.address(0), b"x" * 5 * PAGE)
     driver.write(region.address(0, 1), b"x" * 4 * PAGE)
     with Transaction() as tx:
-        region.push(tx, region.pop(tx, 5))
+        region.push(tx, pop(region, tx, 5))
         tx.commit()
     assert driver.read(region.address(0), 5 * PAGE) == b"x" * 2 * PAGE + bytes(3 * PAGE)
     assert driver.read(region.address(0, 1), 4 * PAGE) == b"x" * 2 * PAGE + bytes(2 * PAGE)
@@ -101,7 +108,7 @@ def test_access_is_set_once_for_each_contiguous_range(driver: HostDriver) -> Non
     faulty = FaultyDriver(driver)
     region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 3)
     with Transaction() as tx:
-        popped = region.pop(tx, 3)
+        popped = pop(region, tx, 3)
         faulty.arm(0)
         region.push(tx, popped)
         tx.commit()
@@ -115,7 +122,7 @@ def test_undone_pop_maps_again_and_zeroes(driver: HostDriver, pages: int) -> Non
     driver.write(region.address(0, 1), b"x" * 4 * PAGE)
     before = driver.usage()
     with Transaction() as tx:
-        region.pop(tx, pages)
+        pop(region, tx, pages)
     assert driver.usage() == before and region.pages == 9
     region.check_integrity()
     both = driver.read(region.address(0), 5 * PAGE) + driver.read(region.address(0, 1), 4 * PAGE)
@@ -125,7 +132,7 @@ def test_undone_pop_maps_again_and_zeroes(driver: HostDriver, pages: int) -> Non
 def test_undone_push_takes_the_pages_back(driver: HostDriver) -> None:
     region = build(driver, 9)
     with Transaction() as tx:
-        handles = region.pop(tx, 4)
+        handles = pop(region, tx, 4)
         tx.commit()
     before = driver.usage()
     with Transaction() as tx:
@@ -150,7 +157,7 @@ def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, boo
                 left = spare[count:]
             else:
                 top = region.pages - GEOMETRY.pages_for_blocks(region.claimed)
-                left = spare + region.pop(tx, min(count, top))
+                left = spare + pop(region, tx, min(count, top))
             if commit:
                 tx.commit()
                 spare = left

@@ -80,7 +80,7 @@ def take_turns(
         there = blocks(session)
         if not state:
             del there[max(there)]
-        measurements.rest(now, hashes(session), there)
+        measurements.chains.rest(now, hashes(session), there)
     return now
 
 
@@ -128,7 +128,7 @@ def test_a_first_turn_says_nothing_for_capacity() -> None:
 def test_orphans_go_first_and_then_the_chain_used_last() -> None:
     measurements = make()
     now = take_turns(measurements, sessions=20)
-    measurements.rest(
+    measurements.chains.rest(
         now, hashes(3)[:80], {number: part for number, part in blocks(3).items() if part.end <= 40_000}
     )
     free = range(2000)
@@ -143,7 +143,7 @@ def test_orphans_go_first_and_then_the_chain_used_last() -> None:
 
 def test_worthless_blocks_cost_nothing_and_a_state_its_chain() -> None:
     measurements = make()
-    measurements.rest(0.0, hashes(0), blocks(0))
+    measurements.chains.rest(0.0, hashes(0), blocks(0))
     state = max(blocks(0))
     chance = 0.5 / (1 + 10 / 40)
     whole = chance * (99 * 544 / 84_000 + 0.101)
@@ -156,7 +156,7 @@ def test_worthless_blocks_cost_nothing_and_a_state_its_chain() -> None:
 def test_what_host_memory_holds_costs_its_load() -> None:
     measurements = make()
     measurements.load_block_s = 544 / 84_000 / 4
-    measurements.rest(0.0, hashes(0), blocks(0))
+    measurements.chains.rest(0.0, hashes(0), blocks(0))
     last = max(blocks(0))
     chance, prefill_s = 0.5 / (1 + 10 / 40), 99 * 544 / 84_000
     lost = measurements.eviction_price(10.0, {last}, 1288, 0, lambda block: block != last)
@@ -251,7 +251,7 @@ def test_prefixes_that_host_memory_holds_go_before_experts() -> None:
 
 def test_what_is_there_of_a_prompt() -> None:
     measurements = make()
-    measurements.rest(0.0, hashes(0), blocks(0))
+    measurements.chains.rest(0.0, hashes(0), blocks(0))
     assert measurements.wait([[*hashes(0), (0, 99)]]) == [99 * 544]
     assert measurements.wait([hashes(1)]) == [0]
     measurements.lost(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.scenarios import EAGER, prompts
-from support.server import Server, serving
+from support.server import Server, scrape, serving
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,23 +58,15 @@ def ask_while_it_moves(server: Server, sessions: list[list[int]]) -> None:
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(ask, sessions))
     assert all(answer.usage.completion_tokens == 24 for answer in answers)
-    grown = figure(server, "vamp:level")
-    assert grown > 0 and figure(server, "vamp:moves_total", "offload") > 0
+    page = scrape(server)
+    grown = page["vamp:level", ""]
+    assert grown > 0 and page["vamp:moves_total", "offload"] > 0
 
     assert server.post("/reset_prefix_cache") == 200
     until = time.monotonic() + LULL_S
-    while figure(server, "vamp:level") >= grown and time.monotonic() < until:
+    while scrape(server)["vamp:level", ""] >= grown and time.monotonic() < until:
         assert ask(sessions[0][:20]).usage.completion_tokens == 24
         time.sleep(0.1)
-    assert figure(server, "vamp:level") < grown, server.log.read_text()[-4000:]
-    assert figure(server, "vamp:moves_failed_total") == 0
-
-
-def figure(server: Server, name: str, value: str = "") -> float:
-    """The sum of the series of that name, or of those that have ``value`` as a label's."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == name]
-    assert samples, f"{name} is not on the page"
-    return sum(sample.value for sample in samples if not value or value in sample.labels.values())
+    page = scrape(server)
+    assert page["vamp:level", ""] < grown, server.log.read_text()[-4000:]
+    assert page["vamp:moves_failed_total", ""] == 0

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vamp_integration import metrics
 
 VAMP = Path(sys.executable).with_name("vamp")
 # On a machine where the package is only on the search path there is no script.
@@ -27,6 +30,7 @@ COMMAND = (
     else [sys.executable, "-c", "from vamp_integration.cli.main import main; main()"]
 )
 START_S = 300
+Page = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,21 @@ def serving(model: Path, cache: Path, folder: Path, *options: str) -> Iterator[S
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def scrape(server: Server) -> Page:
+    """Values by name and VAMP's own label (empty where a metric has none)."""
+    own = {metric.label for metric in metrics.METRICS} - {""}
+    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
+    return {
+        (
+            sample.name,
+            next((value for label, value in sample.labels.items() if label in own), ""),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(("vamp:", "vllm:kv_fetch", "vllm:prompt_tokens_total"))
+    }
 
 
 def free_port() -> int:

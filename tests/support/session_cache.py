@@ -130,7 +130,7 @@ class SessionCache:
         return hit * LAYOUT.block_tokens, {self.content[key]: Part(key[0], ends[key[1]]) for key in keys}
 
     def finish(self, now_s: float, hashes: list[Hash], blocks: dict[int, Part]) -> None:
-        self.measurements.rest(now_s, hashes, blocks)
+        self.measurements.chains.rest(now_s, hashes, blocks)
         for block in sorted(blocks, key=lambda block: -blocks[block].end):
             self.free[block] = None
 

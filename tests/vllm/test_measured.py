@@ -160,7 +160,6 @@ def test_auto_takes_what_is_measured_where_it_can(
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vamp_integration.measured import resolve_policy
-    from vamp_integration.settings import VampSettings
 
     spec = FullAttentionSpec(
         block_size=BLOCK if known else 2 * BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16

@@ -55,6 +55,21 @@ def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
     return PacedPrefills(arbiter, share=share, bandwidth=1 << 20)
 
 
+def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 0) -> Any:
+    """Two requests run, of which one may still be ``begun``, and some wait."""
+    config = SimpleNamespace(
+        long_prefill_token_threshold=given, enable_chunked_prefill=True, disable_chunked_mm_input=False
+    )
+    return SimpleNamespace(
+        scheduler_config=config,
+        waiting=[object()] * waiting,
+        running=[SimpleNamespace(is_prefill_chunk=begun), SimpleNamespace(is_prefill_chunk=False)],
+        max_num_scheduled_tokens=1100,
+        max_num_running_reqs=most_running,
+        block_size=256,
+    )
+
+
 @pytest.mark.parametrize(
     ("level", "share", "begun", "given", "during"),
     [
@@ -69,18 +84,8 @@ def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
 )
 def test_two_prompts_share_a_step(level: int, share: float, begun: bool, given: int, during: int) -> None:
     """Whatever happens while the step is scheduled, vLLM's own limit is back after it."""
-    config = SimpleNamespace(
-        long_prefill_token_threshold=given, enable_chunked_prefill=True, disable_chunked_mm_input=False
-    )
-    running = [SimpleNamespace(is_prefill_chunk=begun), SimpleNamespace(is_prefill_chunk=False)]
-    scheduler = SimpleNamespace(
-        scheduler_config=config,
-        waiting=[object()],
-        running=running,
-        max_num_scheduled_tokens=1100,
-        max_num_running_reqs=8,
-        block_size=256,
-    )
+    scheduler = scheduler_of(begun, waiting=1, given=given)
+    config = scheduler.scheduler_config
     with pytest.raises(KeyError), paced_prefills(level, share).sharing(scheduler):
         assert config.long_prefill_token_threshold == during
         raise KeyError
@@ -95,17 +100,8 @@ def test_two_prompts_share_a_step(level: int, share: float, begun: bool, given: 
 def test_no_room_is_left_for_who_cannot_enter(most_running: int, tokens: int, allowed: bool) -> None:
     from vamp_integration.prefill_pace import SHUT_AFTER
 
-    config = SimpleNamespace(
-        long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
-    )
-    scheduler = SimpleNamespace(
-        scheduler_config=config,
-        waiting=[object(), object()],
-        running=[SimpleNamespace(is_prefill_chunk=True), SimpleNamespace(is_prefill_chunk=False)],
-        max_num_scheduled_tokens=1100,
-        max_num_running_reqs=most_running,
-        block_size=256,
-    )
+    scheduler = scheduler_of(begun=True, waiting=2, most_running=most_running)
+    config = scheduler.scheduler_config
     paced = paced_prefills()
     output: Any = SimpleNamespace(
         total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": tokens - 1, "b": 1}

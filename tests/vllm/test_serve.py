@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.dashboard import asked_for
 from support.scenarios import EAGER, prompts
-from support.server import START_S, VAMP, Server, environment, serving
+from support.server import START_S, VAMP, Page, Server, environment, scrape, serving
 
 from vamp_integration import metrics
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.vllm
 
 STOP_S = 90
 MIB = 1 << 20
-Page = dict[tuple[str, str], float]
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +43,6 @@ def server(tiny_model: Path, cache: Path, tmp_path_factory: pytest.TempPathFacto
     limits = ["--max-model-len", "2048", "--max-num-seqs", "2", "--kv-cache-memory-bytes", str(3 * MIB)]
     with serving(tiny_model, cache, tmp_path_factory.mktemp("server"), *settings, *limits) as server:
         yield server
-
-
-def scrape(server: Server) -> Page:
-    """Values by name and VAMP's own label (empty where a metric has none)."""
-    own = {metric.label for metric in metrics.METRICS} - {""}
-    families = text_string_to_metric_families(server.get("/metrics")[1].decode())
-    return {
-        (
-            sample.name,
-            next((value for label, value in sample.labels.items() if label in own), ""),
-        ): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name.startswith(("vamp:", "vllm:kv_fetch", "vllm:prompt_tokens_total"))
-    }
 
 
 def settled(server: Server, before: Page) -> Page:
