@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from serve_arms import Arm, Machine, Part, engine_options
+from serve_trace import StepLog
 
 from vamp_integration.replay.child import VllmEngine
 from vamp_runtime.errors import ConfigError
@@ -55,7 +56,7 @@ class ServeEngine(VllmEngine):
         super().__init__(engine_options(part, machine))
         self.startup_s = time.monotonic() - began
         self.part, self.machine = part, machine
-        self.limit = PoolLimit(self.watch.pool)
+        self.limit, self.steps = PoolLimit(self.watch.pool), StepLog(self.scheduler)
         self.started_blocks = self.watch.pool.num_gpu_blocks
 
     @property
@@ -90,6 +91,7 @@ class ServeEngine(VllmEngine):
             time.sleep(0.1)
             self.engine.step()
         self.watch.preemptions = self.watch.evictions = 0
+        self.steps.rows.clear()
         if self.part.vamp:
             self._reset_vamp(arm)
         elif arm is not None and arm.kind == "vllm" and self.part.pool == "upper":
