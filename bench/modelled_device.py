@@ -74,6 +74,8 @@ class StepModel:
         submit_token_s: host time of a submission for each of its tokens; fitted.
         layers, experts, top_k, expert_bytes: of the model.
         link: bytes/s at which a kernel reads host memory, measured.
+        apart: of reads and compute, the part of the shorter that the longer does not hide, in steps that decode
+            and in those with prompt tokens; measured.
         sigma: of the routing simulation.
         level_s: moving the pages of one level, measured.
         page_bytes, block_bytes, pages, max_level: memory that VAMP starts with and can gain, as its log says.
@@ -96,7 +98,8 @@ class StepModel:
     experts: int = 512
     top_k: int = 10
     expert_bytes: int = 6 << 20
-    link: float = 55e9
+    link: float = 53e9
+    apart: tuple[float, float] = (0.4, 0.15)
     sigma: float = 1.06
     level_s: float = 9e-3
     page_bytes: int = 6 << 20
@@ -119,14 +122,15 @@ class StepModel:
         return base + mixed + prompt_tokens * self.prefill_token_s + context * self.context_token_s
 
     def step_s(self, prompt_tokens: int, decode_tokens: int, context: int, level: int, region: bool) -> float:
-        """The step with the ``level`` coldest experts of each layer on the host, whose reads are overlapped.
+        """The step with the ``level`` coldest experts of each layer on the host, whose reads overlap it.
 
         Args:
             region: all of them are copied before every layer.
         """
         touched = level if region else self.reads(prompt_tokens + decode_tokens)[level]
         layer_s = self.resident_s(prompt_tokens, decode_tokens, context) / self.layers
-        return self.layers * max(layer_s, float(touched) * self.expert_bytes / self.link)
+        shorter, longer = sorted((layer_s, float(touched) * self.expert_bytes / self.link))
+        return self.layers * (longer + self.apart[prompt_tokens > 0] * shorter)
 
     def reads(self, tokens: float) -> NDArray[np.float64]:
         """By level, distinct experts of the coldest that ``tokens`` tokens are routed to, expected."""

@@ -6,6 +6,7 @@ Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from itertools import islice
@@ -30,6 +31,8 @@ BESIDE_STEPS_S = 0.25
 LEAST_MOVE_S = 1e-4
 # After a failed move the ranks' memory is as before; trying again at once would fail again.
 RETRY_S = 5.0
+# Levels that seem worth their price are asked for this part of the pool ahead of what is used of them.
+AHEAD = 16
 
 
 class Arbiter:
@@ -237,12 +240,21 @@ class Arbiter:
         return need
 
     def _aim(self, measured: Measured) -> None:
-        """Ask for the level that is worth its price, however little is short now."""
+        """Go towards the level that is worth its price, however little is short now.
+
+        Not further than what will be used soon: until then, reading more experts buys nothing.
+        """
         controller, capacity = self.controller, self.controller.capacity
-        if capacity and time.monotonic() >= self._no_moves_until:
-            coming = controller.level + controller.arriving_levels + self._wanted_levels
-            if levels := measured.aim(coming, capacity.blocks_at[: controller.max_level + 1]):
-                self.want(levels)
+        if capacity is None or time.monotonic() < self._no_moves_until:
+            return
+        coming = controller.arriving_levels + self._wanted_levels
+        unused = controller.mapped_blocks + coming * capacity.blocks_per_level - controller.pool_blocks
+        ahead = controller.reserve_target + controller.pool_blocks // AHEAD - unused
+        room = math.ceil(ahead / max(capacity.blocks_per_level, 1))
+        if room > 0:
+            levels = measured.aim(controller.level + coming, capacity.blocks_at[: controller.max_level + 1])
+            if levels > 0:
+                self.want(min(levels, room))
 
     def _lift_idle_cordon(self) -> None:
         """Pressure is back before the tail was given away: keep it."""

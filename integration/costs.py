@@ -121,6 +121,7 @@ MEASURED = (
     "horizon_max",
     "min_lookups",
     "fairness",
+    "miss_weight",
     "reuse_prior_events",
     "reuse_half_life",
 )
@@ -135,7 +136,7 @@ def _measured(policy: PolicyProfile) -> MeasuredParameters | None:
     if missing:
         raise ConfigError(
             f"policy: profile {policy.name} lacks {', '.join(missing)}; give them, as in the shipped profile "
-            "measured, or none of its last eight for the paper's prices"
+            "measured, or none of its last nine for the paper's prices"
         )
     return MeasuredParameters(
         sigma=values["popularity_sigma"].value,
@@ -144,4 +145,5 @@ def _measured(policy: PolicyProfile) -> MeasuredParameters | None:
         horizon_max_s=values["horizon_max"].value,
         min_lookups=values["min_lookups"].value,
         fairness_s=values["fairness"].value,
+        miss_weight=values["miss_weight"].value,
     )

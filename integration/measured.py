@@ -173,6 +173,7 @@ class Measured:
             load_block_s,
         )
         self._hashes_per_block = facts.layout.block_tokens // pool.hash_block_size
+        self.there: dict[str, int] = {}  # waiting requests' tokens that are cached, at the last look
         self._ordered_at = self._aimed_at = -math.inf
 
     def announce(self, capacity: Capacity) -> None:
@@ -193,7 +194,7 @@ class Measured:
             layers=capacity.layers,
             hidden_s_per_token=hidden,
             step_tokens=self.facts.step_tokens,
-            prefill_share=self.facts.prefill_share,
+            paced=self.facts.prefill_share < 1,
         )
         self.measurements.announce(reads, link)
 
@@ -297,6 +298,7 @@ class Measured:
         self._ordered_at = now
         first, others = list(islice(waiting, MOST_ORDERED)), list(islice(waiting, MOST_ORDERED, None))
         there = self.measurements.wait(map(self._hashes, first))
+        self.there = {request.request_id: cached for request, cached in zip(first, there, strict=True)}
         if not isinstance(waiting, FCFSRequestQueue) or len(first) < 2:
             return
         places = [self._waiting(request, cached) for request, cached in zip(first, there, strict=True)]

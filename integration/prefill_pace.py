@@ -16,11 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vamp_integration.arbiter import Arbiter
+from vamp_integration.measured import MOST_ORDERED
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace, longest_prompt
 
@@ -49,8 +51,12 @@ class PacedPrefills:
         read_s = self.read_s
         if not read_s:  # nothing is out: who waits need not be looked for
             return False
-        waiting = bool(scheduler.waiting) or _begun(scheduler) > 0
-        return self.pace.hold(time.monotonic(), read_s, waiting)
+        now_s, now = time.monotonic(), time.time()
+        begun, first = len(_begun(scheduler)), list(islice(scheduler.waiting, MOST_ORDERED))
+        waited = sum(max(0.0, now - request.arrival_time) for request in first)
+        waited += begun * self.pace.since(now_s) if begun else 0.0
+        decoding = len(scheduler.running) - begun
+        return self.pace.hold(now_s, read_s, begun + len(first), waited, decoding)
 
     @contextmanager
     def sharing(self, scheduler: Any) -> Iterator[None]:
@@ -62,8 +68,10 @@ class PacedPrefills:
         if cut and self.pace.share < 1 and self.read_s >= LEAST_READ_S:
             shut = self._shut_steps >= SHUT_AFTER
             enter = 0 if shut else scheduler.max_num_running_reqs - len(scheduler.running)
-            prompts = _begun(scheduler) + min(len(scheduler.waiting), enter)
-            most = longest_prompt(scheduler.max_num_scheduled_tokens, prompts, scheduler.block_size)
+            begun, first = _begun(scheduler), islice(scheduler.waiting, min(enter, MOST_ORDERED))
+            lengths = [request.num_tokens - request.num_computed_tokens for request in begun]
+            lengths += [max(1, request.num_tokens - self._there(request)) for request in first]
+            most = longest_prompt(scheduler.max_num_scheduled_tokens, lengths, scheduler.block_size)
         if most:
             config.long_prefill_token_threshold = min(most, given or most)
         try:
@@ -83,6 +91,11 @@ class PacedPrefills:
         if len(output.num_scheduled_tokens) < tokens < FULL * budget:
             self.pace.prefilled(time.monotonic())
 
+    def _there(self, request: Any) -> int:
+        """Tokens of a waiting request's prompt that are cached, as far as known."""
+        measured = self._arbiter.measured
+        return 0 if measured is None else measured.there.get(request.request_id, 0)
+
     @property
     def read_s(self) -> float:
         """Seconds in which a rank reads every expert that it has out on the host."""
@@ -94,7 +107,6 @@ class PacedPrefills:
         return min(controller.level * capacity.level_bytes, on_host) / self._bandwidth
 
 
-def _begun(scheduler: Any) -> int:
+def _begun(scheduler: Any) -> list[Any]:
     """Requests of which a part is still to be prefilled."""
-    begun: int = sum(request.is_prefill_chunk for request in scheduler.running)
-    return begun
+    return [request for request in scheduler.running if request.is_prefill_chunk]

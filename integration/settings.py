@@ -69,7 +69,7 @@ class VampSettings:
     record_order: str = ""
     restore: bool = True
     max_bubble_ms: float = 30.0
-    prefill_share: float = 0.5
+    prefill_share: float = 0.2
     max_cordon_s: float = 30.0
     moe_kernel: str = "auto"
     staging: str = "auto"
@@ -94,7 +94,7 @@ class VampSettings:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not finite and above 0; try 30")
         if not 0 < self.prefill_share <= 1:
-            raise ConfigError(f"prefill_share: {self.prefill_share} is not above 0 and at most 1; try 0.5")
+            raise ConfigError(f"prefill_share: {self.prefill_share} is not above 0 and at most 1; try 0.2")
         if self.moe_kernel not in MOE_KERNELS:
             raise ConfigError(f"moe_kernel: {self.moe_kernel!r} is none of {MOE_KERNELS}; try 'auto'")
         if self.staging not in STAGING_MODES:

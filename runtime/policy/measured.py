@@ -28,6 +28,8 @@ class MeasuredParameters:
         horizon_min_s, horizon_max_s: bounds of the horizon, in seconds.
         min_lookups: lookups that the hit curve must rest on before it is trusted.
         fairness_s: seconds that a request may be passed over by others whose prefix is still there.
+        miss_weight: seconds of reading experts, spread over all steps, that weigh as much as one of computing
+            what was missed, which comes at once and before a first token.
 
     Raises:
         ConfigError: the bounds of the horizon are the wrong way round.
@@ -39,6 +41,7 @@ class MeasuredParameters:
     horizon_max_s: float
     min_lookups: int
     fairness_s: float
+    miss_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.horizon_min_s > self.horizon_max_s:
@@ -110,19 +113,16 @@ def cured_s(
     return (curve.expected(capacity, after) - curve.expected(capacity, before)) * token_s * horizon_s
 
 
-def load_s(missed: float, token_s: float, decode: float, prefill: float, prefill_share: float) -> float:
-    """GPU seconds a second that depend on the level: misses that capacity would cure, and what reads add.
+def load_s(missed: float, token_s: float, decode: float, prefill: float) -> float:
+    """Seconds a second that depend on the level: misses that capacity would cure, and what reads add.
 
     Args:
         missed: tokens a second that a capacity misses although they had been there.
-        token_s: seconds that one takes at the level, its share of the step's reads included.
-        decode, prefill: seconds a second that reads add to steps that decode, and to those that prefill what
-            is not missed.
-        prefill_share: what pacing keeps the latter to (``policy/pace.py``): beyond it more prompts share one.
-            With 1 nothing is paced.
+        token_s: what one weighs at the level, its share of the step's reads included.
+        decode, prefill: seconds a second that reads add to steps that decode, and to what prompts wait for
+            that are not missed.
     """
-    paced = min(prefill, prefill_share) if prefill_share < 1 else prefill
-    return missed * token_s + decode + paced
+    return missed * token_s + decode + prefill
 
 
 def best_level(levels: Sequence[int], load: Callable[[int], float]) -> int:

@@ -181,6 +181,7 @@ class Measurements:
             return 0.0
         token_s = sum(back_s(loss, prefill_s, self.load_block_s) for loss in lost) / tokens
         token_s += token_s / prefill_s * self._read_token_s(now_s, capacity, level)
+        token_s *= self.parameters.miss_weight
         cured = self.cured(now_s, capacity, capacity, capacity + len(victims), token_s)
         return self._now_lost(now_s, lost) if cured is None else cured
 
@@ -209,7 +210,7 @@ class Measurements:
 
     def preempt_price(self, blocks: int, partial_tokens: int) -> float:
         lost = blocks * self.chains.layout.block_tokens + partial_tokens
-        return preempt_s(lost, self.cost.t_prefill_s, overhead(self.cost))
+        return self.parameters.miss_weight * preempt_s(lost, self.cost.t_prefill_s, overhead(self.cost))
 
     def target(self, now_s: float, level: int, capacity: int, blocks_at: Sequence[int]) -> int:
         """The level worth going up to from ``level``, with ``capacity`` blocks now; ``level`` where none is.
@@ -220,13 +221,13 @@ class Measurements:
         curve = self.curve(now_s)
         if self._link is None or curve.lookups < self.parameters.min_lookups:
             return level
-        reading, share = self._reading(now_s, capacity), self._link.prefill_share
+        reading = self._reading(now_s, capacity)
 
         def load(wanted: int) -> float:
             blocks = capacity + blocks_at[wanted] - blocks_at[level]
             missed = curve.reusable - curve.expected(capacity, blocks)
             token_s = self.missed_token_s(now_s, capacity, wanted)
-            return load_s(missed, token_s, reading.decode[wanted], reading.prefill[wanted], share)
+            return load_s(missed, token_s, reading.decode[wanted], reading.prefill[wanted])
 
         return best_level(range(level, min(len(blocks_at), len(reading.step))), load)
 
@@ -242,12 +243,12 @@ class Measurements:
         return cured_s(curve, capacity, before, after, token_s, self.horizon_s(now_s))
 
     def missed_token_s(self, now_s: float, capacity: int, level: int) -> float:
-        """Seconds for a token that was there once, at ``level``: prefill, or its part of a load."""
+        """What a token that was there once weighs at ``level``: seconds of prefill, or its part of a load."""
         layout, prefill_s = self.chains.layout, self.cost.t_prefill_s
         copy_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, prefill_s)
         loaded = self._loaded / self._missed if self._missed else 0.0
         prefill_s += self._read_token_s(now_s, capacity, level)
-        return loaded * copy_s + (1 - loaded) * prefill_s
+        return self.parameters.miss_weight * (loaded * copy_s + (1 - loaded) * prefill_s)
 
     def curve(self, now_s: float) -> HitCurve:
         """What capacity hits, from the lookups of the window."""
@@ -274,4 +275,4 @@ class Measurements:
 
     def _now_lost(self, now_s: float, lost: Sequence[Loss]) -> float:
         rates = self.cost.t_prefill_s, overhead(self.cost), self.load_block_s
-        return eviction_s(lost, self.times, now_s, *rates)
+        return self.parameters.miss_weight * eviction_s(lost, self.times, now_s, *rates)

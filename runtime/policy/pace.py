@@ -7,21 +7,37 @@ Requests that arrive one after another would each cost all that decode such a st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # Reads shorter than this are about a step of their own; nothing is won by holding requests back.
 LEAST_READ_S = 0.01
 # A long prompt leaves room for so many prompts in all.
-MOST_TOGETHER = 4
+MOST_TOGETHER = 8
+# Requests are held until they have waited together for so many times as long as their prefill would stop those
+# who decode. Were arrivals independent, 1 would keep the sum of both delays least; sessions answer what they
+# were told, so that whoever finishes decoding meanwhile will not be stopped, and comes with the next pass.
+PATIENCE = 4.0
 
 
-def longest_prompt(budget: int, prompts: int, block_tokens: int) -> int:
-    """Most tokens of a step of ``budget`` for one of ``prompts`` prompts, in whole blocks; 0 is no limit.
+def longest_prompt(budget: int, lengths: Sequence[int], block_tokens: int) -> int:
+    """Most tokens of a step of ``budget`` for one prompt, in whole blocks; 0 is no limit.
 
     The chunks of a long prompt would fill one step after the other, each of which reads every expert that is
-    out, while short prompts wait that could have shared these reads.
+    out, while short prompts wait that could have shared these reads. As much as leaves room for all of them,
+    so that the step is full, and at least the part of one of ``MOST_TOGETHER``.
+
+    Args:
+        lengths: tokens that are to be computed of each prompt.
     """
-    if prompts < 2:
+    if len(lengths) < 2 or sum(lengths) <= budget:
         return 0
-    return max(budget // min(prompts, MOST_TOGETHER) // block_tokens, 1) * block_tokens
+    left, most = budget, 0
+    for place, length in enumerate(sorted(lengths)):
+        most = left // (len(lengths) - place)
+        if length > most:
+            break
+        left -= length
+    return max(max(most, budget // MOST_TOGETHER) // block_tokens, 1) * block_tokens
 
 
 class PrefillPace:
@@ -40,19 +56,27 @@ class PrefillPace:
         self.held_steps = 0
         self._last_s = float("-inf")
 
-    def hold(self, now_s: float, read_s: float, waiting: bool) -> bool:
+    def hold(self, now_s: float, read_s: float, waiting: int, waited_s: float, decoding: int) -> bool:
         """Whether prefills should wait in this step.
+
+        Nobody does who has waited for long, or whose reads would stop few others (``PATIENCE``).
 
         Args:
             read_s: seconds of host reads of a step that touches every expert out of HBM.
-            waiting: whether there is a request to hold.
+            waiting: requests to hold.
+            waited_s: seconds that they have waited, summed.
+            decoding: requests that decode.
         """
         if not waiting or self.share == 1 or read_s < LEAST_READ_S:
             return False
-        held = now_s < self._last_s + read_s / self.share
+        held = now_s < self._last_s + read_s / self.share and waited_s < PATIENCE * decoding * read_s
         self.held_steps += held
         return held
 
     def prefilled(self, now_s: float) -> None:
         """A step was scheduled that prefills, and could have prefilled more."""
         self._last_s = now_s
+
+    def since(self, now_s: float) -> float:
+        """Seconds since then."""
+        return now_s - self._last_s

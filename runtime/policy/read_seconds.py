@@ -23,7 +23,7 @@ class Link:
         layers: with experts.
         hidden_s_per_token: seconds per token of a step that transfers are hidden behind, in one layer.
         step_tokens: most tokens of a step.
-        prefill_share: share of the time that pacing leaves to the reads of steps that prefill.
+        paced: prefills wait for each other, so that every prompt waits for one pass over what is out.
     """
 
     expert_bytes: int
@@ -31,7 +31,7 @@ class Link:
     layers: int
     hidden_s_per_token: float
     step_tokens: int
-    prefill_share: float = 1.0
+    paced: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ReadSeconds:
     Attributes:
         step: to one layer of a step, as steps were.
         decode: a second, to steps that decode.
-        prefill: a second, to steps that prefill, had nothing been missed that capacity would cure.
+        prefill: a second, to what prompts wait for: where they are paced the pass that serves them, else
+            steps that prefill, had nothing been missed that capacity would cure.
         token: to a missed token.
     """
 
@@ -63,11 +64,16 @@ def read_seconds(reads: LevelReads, link: Link, curve: HitCurve, capacity: int) 
     gone = min(1.0, missed / steps_per_s) if steps_per_s else 0.0
     on = link.expert_bytes, link.bandwidth, hidden
     decode = reads.per_layer_s(*on, tokens=(0, MOST_DECODING))
-    prefill = reads.per_layer_s(*on, tokens=(MOST_DECODING, math.inf), largest_gone=gone)
     full = reads.step_s(link.step_tokens, *on)
+    if link.paced:
+        whole = reads.step_s(link.step_tokens, link.expert_bytes, link.bandwidth, lambda tokens: 0.0)
+        prefill = [seconds * link.layers * curve.lookups_per_s for seconds in whole]
+    else:
+        apart = reads.per_layer_s(*on, tokens=(MOST_DECODING, math.inf), largest_gone=gone)
+        prefill = [seconds * link.layers * steps_per_s for seconds in apart]
     return ReadSeconds(
         step=reads.per_layer_s(*on),
         decode=[seconds * link.layers * steps_per_s for seconds in decode],
-        prefill=[seconds * link.layers * steps_per_s for seconds in prefill],
+        prefill=prefill,
         token=[seconds * link.layers / link.step_tokens for seconds in full],
     )

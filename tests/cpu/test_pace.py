@@ -6,27 +6,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vamp_runtime.policy.pace import LEAST_READ_S, MOST_TOGETHER, PrefillPace, longest_prompt
+from vamp_runtime.policy.pace import LEAST_READ_S, MOST_TOGETHER, PATIENCE, PrefillPace, longest_prompt
 
 
-def test_as_long_again_passes_between_two_prefill_steps() -> None:
-    pace = PrefillPace(0.5)
-    assert not pace.hold(10.0, read_s=0.3, waiting=True), "the first one need not wait"
+def test_time_passes_between_two_prefill_steps() -> None:
+    pace, others = PrefillPace(0.5), {"read_s": 0.3, "waiting": 2, "waited_s": 0.1, "decoding": 4}
+    assert not pace.hold(10.0, **others), "the first one need not wait"
     pace.prefilled(10.0)
-    assert pace.hold(10.01, read_s=0.3, waiting=True) and pace.hold(10.59, read_s=0.3, waiting=True)
-    assert not pace.hold(10.61, read_s=0.3, waiting=True)
-    assert pace.held_steps == 2
+    assert pace.hold(10.01, **others) and pace.hold(10.59, **others)
+    assert not pace.hold(10.61, **others)
+    assert pace.held_steps == 2 and pace.since(10.5) == pytest.approx(0.5)
+
+
+def test_who_has_waited_for_long_is_not_held() -> None:
+    """Long: as the prefill would stop those who decode, several times over."""
+    pace = PrefillPace(0.1)
+    pace.prefilled(10.0)
+    bound = PATIENCE * 4 * 0.3
+    assert pace.hold(10.1, 0.3, waiting=3, waited_s=0.99 * bound, decoding=4)
+    assert not pace.hold(10.1, 0.3, waiting=3, waited_s=bound, decoding=4)
+    assert not pace.hold(10.1, 0.3, waiting=1, waited_s=0.0, decoding=0), "nobody would be stopped"
 
 
 @pytest.mark.parametrize(
     ("share", "read_s", "waiting"),
-    [(1.0, 0.3, True), (0.5, 0.9 * LEAST_READ_S, True), (0.5, 0.0, True), (0.5, 0.3, False)],
+    [(1.0, 0.3, 1), (0.5, 0.9 * LEAST_READ_S, 1), (0.5, 0.0, 1), (0.5, 0.3, 0)],
     ids=["share 1", "a short read", "level 0", "nobody waits"],
 )
-def test_nothing_is_held_for_nothing(share: float, read_s: float, waiting: bool) -> None:
+def test_nothing_is_held_for_nothing(share: float, read_s: float, waiting: int) -> None:
     pace = PrefillPace(share)
     pace.prefilled(10.0)
-    assert not pace.hold(10.0, read_s, waiting) and pace.held_steps == 0
+    assert not pace.hold(10.0, read_s, waiting, waited_s=0.0, decoding=9) and pace.held_steps == 0
 
 
 @given(
@@ -36,7 +46,7 @@ def test_prefill_steps_keep_to_their_share(share: float, steps: list[float], rea
     """Whatever lies between: a step with prefills takes ``read_s``, any other its own time."""
     pace, now, reading = PrefillPace(share), 0.0, 0.0
     for other_s in steps:
-        if pace.hold(now, read_s, waiting=True):
+        if pace.hold(now, read_s, waiting=1, waited_s=0.0, decoding=1):
             now += other_s
         else:
             pace.prefilled(now)
@@ -45,14 +55,27 @@ def test_prefill_steps_keep_to_their_share(share: float, steps: list[float], rea
 
 
 def test_a_long_prompt_leaves_room_for_the_others() -> None:
-    assert longest_prompt(8192, 1, 544) == longest_prompt(8192, 0, 544) == 0, "nobody to leave room for"
-    assert longest_prompt(8192, 2, 544) == 7 * 544
-    assert longest_prompt(8192, 4, 544) == longest_prompt(8192, 100, 544) == 3 * 544
-    assert longest_prompt(1024, 9, 544) == 544, "a hybrid model's chunk is a block at least"
+    assert longest_prompt(8192, [9000], 544) == longest_prompt(8192, [], 544) == 0, "nobody to leave room for"
+    assert longest_prompt(8192, [4000, 4000], 544) == 0, "there is room for all"
+    assert longest_prompt(8192, [9000, 9000], 544) == 7 * 544
+    assert longest_prompt(8192, [9000, 600, 600], 544) == 12 * 544, "what the short ones leave"
+    assert longest_prompt(8192, [9000] * 4, 544) == 3 * 544
+    assert longest_prompt(8192, [9000] * 8, 544) == longest_prompt(8192, [9000] * 100, 544) == 544
+    assert longest_prompt(1024, [900] * 9, 544) == 544, "a hybrid model's chunk is a block at least"
 
 
-@given(st.integers(1, 1 << 16), st.integers(2, 300), st.integers(1, 2048))
-def test_what_is_left_is_enough_for_as_many(budget: int, prompts: int, block: int) -> None:
-    most, share = longest_prompt(budget, prompts, block), budget // min(prompts, MOST_TOGETHER)
-    assert most % block == 0 and most > 0
-    assert most <= share < most + block or most == block > share
+@given(
+    st.integers(1, 1 << 16),
+    st.lists(st.integers(1, 1 << 16), min_size=2, max_size=300),
+    st.integers(1, 2048),
+)
+def test_all_fit_and_fill_the_step(budget: int, lengths: list[int], block: int) -> None:
+    most = longest_prompt(budget, lengths, block)
+    if not most:
+        assert sum(lengths) <= budget
+        return
+    assert most % block == 0
+    if most > max(block, budget // MOST_TOGETHER):
+        assert sum(min(length, most) for length in lengths) <= budget
+    if most + block <= budget:
+        assert sum(min(length, most + block) for length in lengths) > budget - len(lengths)
