@@ -74,8 +74,8 @@ class StepModel:
         submit_token_s: host time of a submission for each of its tokens; fitted.
         layers, experts, top_k, expert_bytes: of the model.
         link: bytes/s at which a kernel reads host memory, measured.
-        apart: of reads and compute, the part of the shorter that the longer does not hide, in steps that decode
-            and in those with prompt tokens; measured.
+        apart: of reads and compute, the part of the shorter that the longer does not hide, in steps that
+            decode and in those with prompt tokens; measured.
         sigma: of the routing simulation.
         level_s: moving the pages of one level, measured.
         page_bytes, block_bytes, pages, max_level: memory that VAMP starts with and can gain, as its log says.

@@ -173,7 +173,7 @@ class Measured:
             load_block_s,
         )
         self._hashes_per_block = facts.layout.block_tokens // pool.hash_block_size
-        self.there: dict[str, int] = {}  # waiting requests' tokens that are cached, at the last look
+        self._there: dict[str, int] = {}  # waiting requests' tokens that are cached, at the last look
         self._ordered_at = self._aimed_at = -math.inf
 
     def announce(self, capacity: Capacity) -> None:
@@ -298,13 +298,19 @@ class Measured:
         self._ordered_at = now
         first, others = list(islice(waiting, MOST_ORDERED)), list(islice(waiting, MOST_ORDERED, None))
         there = self.measurements.wait(map(self._hashes, first))
-        self.there = {request.request_id: cached for request, cached in zip(first, there, strict=True)}
+        self._there = {request.request_id: cached for request, cached in zip(first, there, strict=True)}
         if not isinstance(waiting, FCFSRequestQueue) or len(first) < 2:
             return
         places = [self._waiting(request, cached) for request, cached in zip(first, there, strict=True)]
         order = admission_order(places, time.time(), self.parameters.fairness_s)
         waiting.clear()
         waiting.extend([first[place] for place in order] + others)
+
+    def there(self, request: Any) -> int:
+        """Tokens of a waiting request's prompt that are cached, about."""
+        if request.request_id not in self._there:
+            self._there[request.request_id] = self.measurements.there(self._hashes(request))
+        return self._there[request.request_id]
 
     def _waiting(self, request: Any, cached: int) -> Waiting:
         # One that was preempted has been served already and comes back first, as vLLM has it.

@@ -70,7 +70,7 @@ class PacedPrefills:
             enter = 0 if shut else scheduler.max_num_running_reqs - len(scheduler.running)
             begun, first = _begun(scheduler), islice(scheduler.waiting, min(enter, MOST_ORDERED))
             lengths = [request.num_tokens - request.num_computed_tokens for request in begun]
-            lengths += [max(1, request.num_tokens - self._there(request)) for request in first]
+            lengths += [self._left(request, scheduler.block_size) for request in first]
             most = longest_prompt(scheduler.max_num_scheduled_tokens, lengths, scheduler.block_size)
         if most:
             config.long_prefill_token_threshold = min(most, given or most)
@@ -91,10 +91,11 @@ class PacedPrefills:
         if len(output.num_scheduled_tokens) < tokens < FULL * budget:
             self.pace.prefilled(time.monotonic())
 
-    def _there(self, request: Any) -> int:
-        """Tokens of a waiting request's prompt that are cached, as far as known."""
-        measured = self._arbiter.measured
-        return 0 if measured is None else measured.there.get(request.request_id, 0)
+    def _left(self, request: Any, block_tokens: int) -> int:
+        """Tokens to compute of a waiting request's prompt; a block where nobody knows what is cached."""
+        if self._arbiter.measured is None:
+            return min(request.num_tokens, block_tokens)
+        return max(1, request.num_tokens - self._arbiter.measured.there(request))
 
     @property
     def read_s(self) -> float:

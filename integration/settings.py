@@ -43,7 +43,8 @@ class VampSettings:
         restore: whether levels are taken back when the pressure has gone.
         max_bubble_ms: longest time that one move may hold a step up, in milliseconds; at least a level moves.
         prefill_share: while others decode, most of the time that prefill steps may take for reading experts
-            on the host: with 0.5, as long again passes before the next. 1 holds none back.
+            on the host: with 0.2, five times as long passes between the begins of two, unless those who wait
+            have waited for long together. 1 holds none back.
         max_cordon_s: a restore that cannot empty its blocks within this time is given up, in seconds.
         moe_kernel: ``vamp``, on a GPU, is VAMP's own; ``vllm`` leaves vLLM's kernel, which reads an expert at
             its own address, so that moves hold steps up; ``auto`` takes VAMP's where it computes the layer.

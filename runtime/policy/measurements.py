@@ -125,17 +125,19 @@ class Measurements:
         Returns:
             tokens that each of them would be given, about.
         """
-        awaited, there = set(), []
-        for found in map(self.chains.match, waiting):
-            if found is None:
-                there.append(0)
-                continue
-            chain, shared = found
-            awaited.add(chain)
-            layout = self.chains.layout
-            there.append(min(chain.usable(layout), shared * layout.block_tokens))
-        self._awaited = awaited
-        return there
+        found = list(map(self.chains.match, waiting))
+        self._awaited = {chain for chain, _ in filter(None, found)}
+        return list(map(self._cached, found))
+
+    def there(self, hashes: Sequence[Hashable]) -> int:
+        """Tokens that a request with these blocks would be given, about."""
+        return self._cached(self.chains.match(hashes))
+
+    def _cached(self, found: tuple[Chain, int] | None) -> int:
+        if found is None:
+            return 0
+        (chain, shared), layout = found, self.chains.layout
+        return min(chain.usable(layout), shared * layout.block_tokens)
 
     def victims(self, now_s: float, count: int, free: Collection[int]) -> list[int]:
         """Up to ``count`` blocks of ``free`` to evict, in that order.

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 LEAST_READ_S = 0.01
 # A long prompt leaves room for so many prompts in all.
 MOST_TOGETHER = 8
-# Requests are held until they have waited together for so many times as long as their prefill would stop those
-# who decode. Were arrivals independent, 1 would keep the sum of both delays least; sessions answer what they
-# were told, so that whoever finishes decoding meanwhile will not be stopped, and comes with the next pass.
+# Requests are held until they have waited together for so many times as long as their prefill would stop
+# those who decode. Were arrivals independent, 1 would keep the sum of both delays least; but sessions answer
+# what they were told, so that who finishes decoding meanwhile is not stopped, and comes with the next pass.
 PATIENCE = 4.0
 
 
@@ -37,7 +37,7 @@ def longest_prompt(budget: int, lengths: Sequence[int], block_tokens: int) -> in
         if length > most:
             break
         left -= length
-    return max(max(most, budget // MOST_TOGETHER) // block_tokens, 1) * block_tokens
+    return max(most // block_tokens, -(-budget // MOST_TOGETHER // block_tokens), 1) * block_tokens
 
 
 class PrefillPace:

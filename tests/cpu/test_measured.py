@@ -108,11 +108,8 @@ def test_a_knee_several_levels_away_is_found() -> None:
     assert best_level([2, 0, 1], lambda level: 0.0) == 2, "at a tie nothing moves"
 
 
-def test_pacing_bounds_what_prefills_read_and_nothing_else() -> None:
-    loads = [
-        load_s(1000.0, 1e-4, 0.2, prefill, share) for prefill, share in ((0.3, 0.5), (0.9, 0.5), (9.0, 1.0))
-    ]
-    assert loads == pytest.approx([0.6, 0.8, 9.3])
+def test_the_load_is_what_is_missed_and_what_is_read() -> None:
+    assert load_s(1000.0, 1e-4, decode=0.2, prefill=0.3) == pytest.approx(0.6)
 
 
 def chain(used_at: float, blocks: int, state: bool = True) -> Chain:

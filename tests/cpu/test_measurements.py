@@ -48,7 +48,6 @@ def make(bandwidth: float = 51e9) -> Measurements:
             layers=24,
             hidden_s_per_token=0.0,
             step_tokens=8192,
-            prefill_share=0.5,
         ),
     )
     return measurements

@@ -34,7 +34,6 @@ LINK = Link(
     layers=24,
     hidden_s_per_token=0.0,
     step_tokens=1 << 16,
-    prefill_share=1.0,
 )
 PARAMETERS = MeasuredParameters(
     sigma=0.6, prior_steps=1000, horizon_min_s=10, horizon_max_s=300, min_lookups=56, fairness_s=20

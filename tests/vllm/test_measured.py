@@ -117,13 +117,20 @@ def test_requests_whose_prefix_is_there_come_first() -> None:
     finish(arbiter, there, held)
     now = time.time()
     missing: Any = SimpleNamespace(
-        block_hashes=[b"x" * 32] * 5, num_tokens=80, arrival_time=now - 2, status=RequestStatus.WAITING
+        request_id="missing",
+        block_hashes=[b"x" * 32] * 5,
+        num_tokens=80,
+        arrival_time=now - 2,
+        status=RequestStatus.WAITING,
     )
     there.arrival_time, there.status = now - 1, RequestStatus.WAITING
     queue = FCFSRequestQueue([missing, there])
     assert arbiter.measured is not None
     arbiter.measured.order(queue)
     assert list(queue) == [there, missing]
+    assert arbiter.measured.there(missing) == 0 < arbiter.measured.there(there)
+    later: Any = SimpleNamespace(request_id="later", block_hashes=there.block_hashes)
+    assert arbiter.measured.there(later) == arbiter.measured.there(there), "it came after the last look"
     missing.arrival_time = now - 1e6
     arbiter.measured._ordered_at = 0.0
     arbiter.measured.order(queue)

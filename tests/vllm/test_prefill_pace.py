@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.engine import run_scenario
+
+from vamp_runtime.policy.pace import PATIENCE
 
 pytestmark = pytest.mark.vllm
 
@@ -50,9 +53,16 @@ def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
     home = SimpleNamespace(home_pages={"host": 100}, page_bytes=1 << 20)
     capacity = SimpleNamespace(level_bytes=10 << 20)
     arbiter: Any = SimpleNamespace(
-        controller=SimpleNamespace(level=level, capacity=capacity), journal=SimpleNamespace(memory=home)
+        controller=SimpleNamespace(level=level, capacity=capacity),
+        journal=SimpleNamespace(memory=home),
+        measured=None,
     )
     return PacedPrefills(arbiter, share=share, bandwidth=1 << 20)
+
+
+def a_request(begun: bool = False) -> Any:
+    values = {"num_tokens": 3000, "num_computed_tokens": 0, "arrival_time": time.time()}
+    return SimpleNamespace(is_prefill_chunk=begun, request_id="r", **values)
 
 
 def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 0) -> Any:
@@ -62,8 +72,8 @@ def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 
     )
     return SimpleNamespace(
         scheduler_config=config,
-        waiting=[object()] * waiting,
-        running=[SimpleNamespace(is_prefill_chunk=begun), SimpleNamespace(is_prefill_chunk=False)],
+        waiting=[a_request() for _ in range(waiting)],
+        running=[a_request(begun), a_request()],
         max_num_scheduled_tokens=1100,
         max_num_running_reqs=most_running,
         block_size=256,
@@ -73,9 +83,9 @@ def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 
 @pytest.mark.parametrize(
     ("level", "share", "begun", "given", "during"),
     [
-        (5, 0.5, True, 0, 512),
+        (5, 0.5, True, 0, 768),
         (5, 0.5, True, 100, 100),
-        (5, 0.5, True, 2000, 512),
+        (5, 0.5, True, 2000, 768),
         (5, 0.5, False, 0, 0),
         (0, 0.5, True, 0, 0),
         (5, 1.0, True, 0, 0),
@@ -114,6 +124,27 @@ def test_no_room_is_left_for_who_cannot_enter(most_running: int, tokens: int, al
         assert bool(config.long_prefill_token_threshold) is allowed
 
 
+def test_what_is_cached_of_a_waiting_prompt_needs_no_room() -> None:
+    scheduler, paced = scheduler_of(begun=True, waiting=3), paced_prefills()
+    config = scheduler.scheduler_config
+    paced._arbiter.measured = SimpleNamespace(there=lambda request: 2900)
+    with paced.sharing(scheduler):
+        assert config.long_prefill_token_threshold == 768, "1100 without three times 100, in blocks of 256"
+    paced._arbiter.measured = SimpleNamespace(there=lambda request: 0)
+    with paced.sharing(scheduler):
+        assert config.long_prefill_token_threshold == 256, "four long ones"
+
+
+def test_who_waits_for_long_is_let_in() -> None:
+    """Together as long as the reads would stop who decodes, ``PATIENCE`` times over."""
+    paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=False, waiting=2)
+    paced.pace.prefilled(time.monotonic())
+    assert paced.hold(scheduler)
+    for request in scheduler.waiting:
+        request.arrival_time -= PATIENCE * paced.read_s * 2 / 2
+    assert not paced.hold(scheduler)
+
+
 def test_vllm_reads_the_limit_in_every_step() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -125,7 +156,7 @@ def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
     """A long prompt's chunks follow each other as without VAMP: none of them could have served another."""
     paced = paced_prefills()
     assert paced.read_s == 50.0
-    scheduler = SimpleNamespace(waiting=[object()], running=[])
+    scheduler = SimpleNamespace(waiting=[a_request()], running=[a_request()])
     for tokens, requests, held in ((950, 2, False), (4, 4, False), (500, 2, True)):
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=tokens, num_scheduled_tokens=dict.fromkeys(range(requests))
