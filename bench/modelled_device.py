@@ -38,7 +38,7 @@ TOKEN = 7  # what every request is answered with
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Seconds that pass only when told to, by a microsecond at least: less could be lost in rounding."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -47,7 +47,7 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(0.0, seconds)
+        self.now += max(1e-6, seconds) if seconds > 0 else 0.0
 
     def until(self, moment: float) -> None:
         self.now = max(self.now, moment)

@@ -93,9 +93,10 @@ class PacedPrefills:
 
     def _left(self, request: Any, block_tokens: int) -> int:
         """Tokens to compute of a waiting request's prompt; a block where nobody knows what is cached."""
+        tokens: int = request.num_tokens
         if self._arbiter.measured is None:
-            return min(request.num_tokens, block_tokens)
-        return max(1, request.num_tokens - self._arbiter.measured.there(request))
+            return min(tokens, block_tokens)
+        return max(1, tokens - self._arbiter.measured.there(request))
 
     @property
     def read_s(self) -> float:
