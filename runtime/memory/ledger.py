@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.driver import Tier
@@ -18,14 +18,16 @@ class OwnerKind(enum.Enum):
     RESERVE = "reserve"
     STAGING = "staging"
 
+    # A member is itself alone. Enum's own hash is Python, and a move asks for thousands beside the steps.
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True)
-class Owner:
-    """One owner of pages. ``index`` is the group of an EXPERT or of STAGING, and the home slot of a HOME."""
+
+class Owner(NamedTuple):
+    """One owner of pages. ``place`` is the group of an EXPERT or of STAGING, and the home slot of a HOME."""
 
     kind: OwnerKind
     layer: int = -1
-    index: int = -1
+    place: int = -1
 
 
 class PageLedger:

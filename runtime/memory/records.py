@@ -20,7 +20,7 @@ FREE = Owner(OwnerKind.FREE)
 
 def staging_owner(group: int) -> Owner:
     """Owner of the pages of the ``group``-th group of staging records."""
-    return Owner(OwnerKind.STAGING, index=group)
+    return Owner(OwnerKind.STAGING, place=group)
 
 
 class ExpertRecords:

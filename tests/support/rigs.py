@@ -117,7 +117,7 @@ class Rig:
             Owner(OwnerKind.EXPERT, la, group) for la in layers for group in range(self.geometry.groups)
         ]
         homes = [Owner(OwnerKind.HOME, la, home) for la in layers for home in range(self.geometry.home_slots)]
-        homes += [Owner(OwnerKind.STAGING, index=group) for group in range(self.geometry.staging_groups)]
+        homes += [Owner(OwnerKind.STAGING, place=group) for group in range(self.geometry.staging_groups)]
         return Snapshot(
             owners={owner: self.ledger.pages(owner) for owner in (*kinds, *groups, *homes)},
             usage=self.driver.usage(),

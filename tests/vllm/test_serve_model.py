@@ -35,7 +35,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     done = run(out, "--model", str(out / "model"), *load, *pool, "--arms", *ARMS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = map(json.loads, (out / "modelled.jsonl").read_text().splitlines())
-    traces = {arm: json.loads(gzip.open(out / f"trace-{arm}-8.json.gz").read()) for arm in ARMS}
+    read = {arm: gzip.decompress((out / f"trace-{arm}-8.json.gz").read_bytes()) for arm in ARMS}
+    traces = {arm: json.loads(content) for arm, content in read.items()}
     return {row["arm"]: row | {"trace": traces[row["arm"]]} for row in found}
 
 
