@@ -37,7 +37,7 @@ def longest_prompt(budget: int, lengths: Sequence[int], block_tokens: int) -> in
         if length > most:
             break
         left -= length
-    return max(most // block_tokens, -(-budget // MOST_TOGETHER // block_tokens), 1) * block_tokens
+    return max(max(most, budget // MOST_TOGETHER) // block_tokens, 1) * block_tokens
 
 
 class PrefillPace:
