@@ -247,14 +247,12 @@ class Arbiter:
         controller, capacity = self.controller, self.controller.capacity
         if capacity is None or time.monotonic() < self._no_moves_until:
             return
-        coming = controller.arriving_levels + self._wanted_levels
-        unused = controller.mapped_blocks + coming * capacity.blocks_per_level - controller.pool_blocks
-        ahead = controller.reserve_target + controller.pool_blocks // AHEAD - unused
-        room = math.ceil(ahead / max(capacity.blocks_per_level, 1))
-        if room > 0:
-            levels = measured.aim(controller.level + coming, capacity.blocks_at[: controller.max_level + 1])
-            if levels > 0:
-                self.want(min(levels, room))
+        level = controller.level + controller.arriving_levels + self._wanted_levels
+        blocks_at = capacity.blocks_at[: controller.max_level + 1]
+        unused = blocks_at[min(level, controller.max_level)] - controller.pool_blocks
+        ahead = controller.reserve_target + max(1, controller.pool_blocks // AHEAD) - unused
+        if ahead > 0 and (levels := measured.aim(level, blocks_at)) > 0:
+            self.want(min(levels, math.ceil(ahead / max(capacity.blocks_per_level, 1))))
 
     def _lift_idle_cordon(self) -> None:
         """Pressure is back before the tail was given away: keep it."""

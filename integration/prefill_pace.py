@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,6 +31,8 @@ from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace, longest_prompt
 SHUT_AFTER = 4
 # Chunks of hybrid models end at block boundaries, short of the budget.
 FULL = 0.9
+# A prompt of which a part is computed waits for so many others: each of its chunks is held anew.
+BEGUN_WEIGHT = 2.0
 
 
 class PacedPrefills:
@@ -45,6 +47,7 @@ class PacedPrefills:
         self.pace = PrefillPace(share)
         self._arbiter, self._bandwidth = arbiter, bandwidth
         self._shut_steps = 0  # the last ones, which had room left and yet somebody was not admitted
+        self._cut = False  # a prompt may be cut in the step under way to leave room for others
 
     def hold(self, scheduler: Any) -> bool:
         """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
@@ -52,11 +55,13 @@ class PacedPrefills:
         if not read_s:  # nothing is out: who waits need not be looked for
             return False
         now_s, now = time.monotonic(), time.time()
-        begun, first = len(_begun(scheduler)), list(islice(scheduler.waiting, MOST_ORDERED))
-        waited = sum(max(0.0, now - request.arrival_time) for request in first)
-        waited += begun * self.pace.since(now_s) if begun else 0.0
+        begun, ready = len(_begun(scheduler)), list(islice(_ready(scheduler), MOST_ORDERED))
+        since = self.pace.since(now_s)
+        # Nobody is held for longer than since the last pass, whatever a clock or an earlier life says.
+        waited = sum(min(max(0.0, now - request.arrival_time), since) for request in ready)
+        waited += BEGUN_WEIGHT * begun * since if begun else 0.0
         decoding = len(scheduler.running) - begun
-        return self.pace.hold(now_s, read_s, begun + len(first), waited, decoding)
+        return self.pace.hold(now_s, read_s, begun + len(ready), waited, decoding)
 
     @contextmanager
     def sharing(self, scheduler: Any) -> Iterator[None]:
@@ -66,12 +71,13 @@ class PacedPrefills:
         # A part of a prompt that must not be cut would never fit below the limit.
         cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
         if cut and self.pace.share < 1 and self.read_s >= LEAST_READ_S:
-            shut = self._shut_steps >= SHUT_AFTER
-            enter = 0 if shut else scheduler.max_num_running_reqs - len(scheduler.running)
-            begun, first = _begun(scheduler), islice(scheduler.waiting, min(enter, MOST_ORDERED))
+            begun, block = _begun(scheduler), scheduler.block_size
+            enter = 0 if self._shut_steps >= SHUT_AFTER else min(_seats(scheduler), MOST_ORDERED)
             lengths = [request.num_tokens - request.num_computed_tokens for request in begun]
-            lengths += [self._left(request, scheduler.block_size) for request in first]
-            most = longest_prompt(scheduler.max_num_scheduled_tokens, lengths, scheduler.block_size)
+            lengths += [self._left(request, block) for request in islice(_ready(scheduler), enter)]
+            decoding = len(scheduler.running) - len(begun)
+            most = longest_prompt(scheduler.max_num_scheduled_tokens - decoding, lengths, block)
+        self._cut = most > 0
         if most:
             config.long_prefill_token_threshold = min(most, given or most)
         try:
@@ -79,24 +85,30 @@ class PacedPrefills:
         finally:
             config.long_prefill_token_threshold = given
 
-    def scheduled(self, output: SchedulerOutput, budget: int, left: int, least: int) -> None:
-        """Note a step with prefills; one that fills ``budget`` tokens could not have served more prompts.
+    def scheduled(self, output: SchedulerOutput, budget: int, left: int | None, least: int) -> None:
+        """Note a step with prefills; one that a prompt fills alone could not have served more.
 
         Args:
-            left: requests that still wait although the step was not held.
+            budget: most tokens of a step.
+            left: requests that still wait; None where the step was held.
             least: tokens of the smallest chunk of a prompt.
         """
         tokens = output.total_num_scheduled_tokens
-        self._shut_steps = self._shut_steps + 1 if left > 0 and budget - tokens >= least else 0
-        if len(output.num_scheduled_tokens) < tokens < FULL * budget:
+        room = budget - tokens >= least
+        if left is not None:
+            self._shut_steps = self._shut_steps + 1 if left > 0 and room else 0
+        full = not self._cut and (tokens >= FULL * budget or not room)
+        if len(output.num_scheduled_tokens) < tokens and not full:
             self.pace.prefilled(time.monotonic())
 
     def _left(self, request: Any, block_tokens: int) -> int:
         """Tokens to compute of a waiting request's prompt; a block where nobody knows what is cached."""
         tokens: int = request.num_tokens
-        if self._arbiter.measured is None:
+        computed: int = request.num_computed_tokens
+        there = None if self._arbiter.measured is None else self._arbiter.measured.there(request)
+        if not computed and there is None:
             return min(tokens, block_tokens)
-        return max(1, tokens - self._arbiter.measured.there(request))
+        return max(1, tokens - max(computed, there or 0))
 
     @property
     def read_s(self) -> float:
@@ -107,6 +119,21 @@ class PacedPrefills:
         memory = self._arbiter.journal.memory
         on_host = memory.home_pages.get(Tier.HOST.value, 0) * memory.page_bytes
         return min(controller.level * capacity.level_bytes, on_host) / self._bandwidth
+
+
+def _ready(scheduler: Any) -> Iterator[Any]:
+    """Requests that wait for nothing but a step: no grammar, no next input, no load from host memory."""
+    loaded = scheduler.finished_recving_kv_req_ids
+    for request in chain(scheduler.kv_holding_waiting, scheduler.waiting):
+        if request.request_id in loaded or not scheduler._is_blocked_waiting_status(request.status):
+            yield request
+
+
+def _seats(scheduler: Any) -> int:
+    """Requests that may still be admitted."""
+    taken: int = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    most: int = scheduler.max_num_active_reqs
+    return max(0, most - taken)
 
 
 def _begun(scheduler: Any) -> list[Any]:

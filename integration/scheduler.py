@@ -87,7 +87,7 @@ class VampSchedulerMixin:
         # Requests that have just arrived or are held back are no sign of pressure; those not admitted are.
         if not held:
             self.left_waiting = len(engine.waiting)
-        left, budget = 0 if held else self.left_waiting, engine.max_num_scheduled_tokens
+        left, budget = None if held else self.left_waiting, engine.max_num_scheduled_tokens
         self.paced.scheduled(output, budget, left, engine.block_size)
         put_command(output, self.arbiter.command())
         if measured is not None:

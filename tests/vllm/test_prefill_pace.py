@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +61,28 @@ def paced_prefills(level: int = 5, share: float = 0.5) -> Any:
     return PacedPrefills(arbiter, share=share, bandwidth=1 << 20)
 
 
-def a_request(begun: bool = False) -> Any:
-    values = {"num_tokens": 3000, "num_computed_tokens": 0, "arrival_time": time.time()}
-    return SimpleNamespace(is_prefill_chunk=begun, request_id="r", **values)
+def a_request(begun: bool = False, status: str = "WAITING", tokens: int = 3000) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    values = {"num_tokens": tokens, "num_computed_tokens": 0, "arrival_time": time.time()}
+    return SimpleNamespace(
+        is_prefill_chunk=begun, request_id=status, status=getattr(RequestStatus, status), **values
+    )
+
+
+def queues(waiting: list[Any], running: list[Any], most_running: int = 8) -> dict[str, Any]:
+    """What of vLLM's scheduler says who may enter."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return {
+        "waiting": waiting,
+        "running": running,
+        "kv_holding_waiting": [],
+        "finished_recving_kv_req_ids": set(),
+        "_is_blocked_waiting_status": Scheduler._is_blocked_waiting_status,
+        "max_num_active_reqs": most_running,
+        "num_waiting_for_streaming_input": 0,
+    }
 
 
 def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 0) -> Any:
@@ -72,10 +92,8 @@ def scheduler_of(begun: bool, waiting: int, most_running: int = 8, given: int = 
     )
     return SimpleNamespace(
         scheduler_config=config,
-        waiting=[a_request() for _ in range(waiting)],
-        running=[a_request(begun), a_request()],
+        **queues([a_request() for _ in range(waiting)], [a_request(begun), a_request()], most_running),
         max_num_scheduled_tokens=1100,
-        max_num_running_reqs=most_running,
         block_size=256,
     )
 
@@ -138,11 +156,60 @@ def test_what_is_cached_of_a_waiting_prompt_needs_no_room() -> None:
 def test_who_waits_for_long_is_let_in() -> None:
     """Together as long as the reads would stop who decodes, ``PATIENCE`` times over."""
     paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=False, waiting=2)
-    paced.pace.prefilled(time.monotonic())
+    bound = PATIENCE * paced.read_s * 2 / 2
+    paced.pace.prefilled(time.monotonic() - 2 * bound)
     assert paced.hold(scheduler)
     for request in scheduler.waiting:
-        request.arrival_time -= PATIENCE * paced.read_s * 2 / 2
+        request.arrival_time -= bound
     assert not paced.hold(scheduler)
+    paced.pace.prefilled(time.monotonic())
+    assert paced.hold(scheduler), "a pass has just been; what came before it is no wait for this one"
+
+
+def test_begun_prompts_count_more_than_others() -> None:
+    from vamp_integration.prefill_pace import BEGUN_WEIGHT
+
+    paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=True, waiting=0)
+    bound = PATIENCE * paced.read_s * 1 / BEGUN_WEIGHT
+    paced.pace.prefilled(time.monotonic() - 0.9 * bound)
+    assert paced.hold(scheduler)
+    paced.pace.prefilled(time.monotonic() - 1.1 * bound)
+    assert not paced.hold(scheduler)
+
+
+@pytest.mark.parametrize("status", ["WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "WAITING_FOR_REMOTE_KVS"])
+def test_who_waits_for_something_else_counts_for_nothing(status: str) -> None:
+    paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=True, waiting=0)
+    blocked = a_request(status=status)
+    blocked.arrival_time -= 1e6
+    scheduler.waiting.append(blocked)
+    paced.pace.prefilled(time.monotonic())
+    assert paced.hold(scheduler)
+    with paced.sharing(scheduler):
+        assert scheduler.scheduler_config.long_prefill_token_threshold == 0
+
+
+def test_who_has_loaded_from_host_memory_is_held_and_given_room() -> None:
+    paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=False, waiting=0)
+    loaded = a_request(status="WAITING_FOR_REMOTE_KVS")
+    loaded.num_computed_tokens = 2900
+    scheduler.kv_holding_waiting.append(loaded)
+    paced.pace.prefilled(time.monotonic())
+    assert not paced.hold(scheduler), "the load is not there yet"
+    scheduler.finished_recving_kv_req_ids.add(loaded.request_id)
+    assert paced.hold(scheduler)
+    scheduler.running[0].is_prefill_chunk = True
+    with paced.sharing(scheduler):
+        assert scheduler.scheduler_config.long_prefill_token_threshold == 768, "1099 less 100, in blocks"
+
+
+def test_vllm_still_has_what_is_asked_of_it() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+    assert all(
+        f"self.{name} = " in source or f"self.{name}: " in source for name in queues([], []) if name[0] != "_"
+    )
 
 
 def test_vllm_reads_the_limit_in_every_step() -> None:
@@ -156,12 +223,19 @@ def test_a_step_that_fills_its_budget_starts_no_pause() -> None:
     """A long prompt's chunks follow each other as without VAMP: none of them could have served another."""
     paced = paced_prefills()
     assert paced.read_s == 50.0
-    scheduler = SimpleNamespace(waiting=[a_request()], running=[a_request()])
+    scheduler = SimpleNamespace(**queues([a_request()], [a_request()]))
     for tokens, requests, held in ((950, 2, False), (4, 4, False), (500, 2, True)):
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=tokens, num_scheduled_tokens=dict.fromkeys(range(requests))
         )
         paced.scheduled(output, budget=1000, left=1, least=100)
         assert paced.hold(scheduler) is held
+    paced.pace._last_s = -math.inf
+    long: Any = SimpleNamespace(total_num_scheduled_tokens=850, num_scheduled_tokens={"a": 849, "b": 1})
+    paced.scheduled(long, budget=1000, left=1, least=200)
+    assert not paced.hold(scheduler), "what is left is no chunk of anybody's"
+    paced._cut = True
+    paced.scheduled(long, budget=1000, left=1, least=200)
+    assert paced.hold(scheduler), "its prompts were cut to leave room"
     paced._arbiter.controller.level = 20
     assert paced.read_s == 100.0, "no more than there is on the host"
