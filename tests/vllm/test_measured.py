@@ -26,7 +26,7 @@ BLOCK = 16
 LAYOUT = Layout(BLOCK, frozenset({0}), frozenset({1}))
 
 
-def make(blocks: int) -> Arbiter:
+def make(blocks: int, blocks_at: tuple[int, ...] = ()) -> Arbiter:
     from vllm.v1.core.block_pool import BlockPool
 
     from vamp_integration.arbiter import Arbiter
@@ -43,7 +43,8 @@ def make(blocks: int) -> Arbiter:
         LAYOUT, top_k=2, bandwidth=1e9, layers=4, staged=False, step_tokens=64, prefill_share=1.0
     )
     arbiter.measure(lambda: facts)
-    arbiter.settle(Report(capacity=Capacity((blocks, blocks + 4), experts=32, group=2, level_bytes=1)))
+    blocks_at = blocks_at or (blocks, blocks + 4)
+    arbiter.settle(Report(capacity=Capacity(blocks_at, experts=32, group=2, level_bytes=1)))
     return arbiter
 
 
@@ -135,6 +136,51 @@ def test_requests_whose_prefix_is_there_come_first() -> None:
     arbiter.measured._ordered_at = 0.0
     arbiter.measured.order(queue)
     assert list(queue) == [missing, there], "it has waited long enough"
+
+
+def test_a_look_at_who_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+    from vamp_integration import measured as module
+
+    monkeypatch.setattr(module, "MOST_LOOKUPS", 9)
+    arbiter = make(blocks=16)
+    (first, held), second = (
+        prompt(arbiter, 1, 5),
+        SimpleNamespace(request_id="2", block_hashes=[b"y" * 32] * 5),
+    )
+    finish(arbiter, first, held)
+    assert arbiter.measured is not None
+    arbiter.measured.order(FCFSRequestQueue([first, second]))
+    assert arbiter.measured.there(first) == 5 * BLOCK
+    assert arbiter.measured.there(second) is None, "five more blocks would have been looked for"
+
+
+@pytest.mark.parametrize(
+    ("blocks_at", "wanted"),
+    [
+        (tuple(range(320, 360, 4)), 5),  # a sixteenth of 320 is 20 blocks: five levels
+        (tuple(range(12, 32, 2)), 1),  # of 12 it is less than a block: still a level
+        ((320, 320, 320, 340, 340), 4),  # some levels add no whole block
+    ],
+    ids=["a large pool", "a tiny one", "levels that add nothing"],
+)
+def test_levels_are_asked_for_a_little_ahead(
+    blocks_at: tuple[int, ...], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The aim is the highest level; as long as the pool has taken nothing, a second look asks for no more."""
+    arbiter = make(blocks_at[0], blocks_at)
+    measured = arbiter.measured
+    assert measured is not None
+    top = len(blocks_at) - 1
+    monkeypatch.setattr(measured, "aim", lambda level, at: top - level)
+    asked: list[int] = []
+    monkeypatch.setattr(arbiter, "want", asked.append)
+    arbiter._aim(measured)
+    assert asked == [wanted]
+    arbiter._wanted_levels = wanted
+    arbiter._aim(measured)
+    assert asked == [wanted]
 
 
 def test_another_kind_of_cache_is_refused() -> None:
