@@ -56,6 +56,10 @@ class ServeEngine(VllmEngine):
         super().__init__(engine_options(part, machine))
         self.startup_s = time.monotonic() - began
         self.part, self.machine = part, machine
+        self._observe()
+
+    def _observe(self) -> None:
+        """What an arm's beginning and its trace need of the scheduler, once that is there."""
         self.limit, self.steps = PoolLimit(self.watch.pool), StepLog(self.scheduler)
         self.started_blocks = self.watch.pool.num_gpu_blocks
 

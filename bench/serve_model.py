@@ -19,8 +19,7 @@ from typing import Any
 
 import serve_load
 from serve_arms import GIB, PARTS, Arm, Machine, Part, engine_options, parse_arm, set_environment
-from serve_engine import PoolLimit, ServeEngine
-from serve_trace import StepLog, write_trace
+from serve_engine import ServeEngine
 
 from vamp_integration.replay.arms import parse_engine_args
 from vamp_runtime.errors import ConfigError
@@ -59,8 +58,7 @@ class ModelledEngine(ServeEngine):
         self.device = self.core.model_executor
         self.watch = Watch(self.core.scheduler)
         self.part, self.machine, self.clock, self.model = part, machine, clock, model
-        self.limit, self.steps = PoolLimit(self.watch.pool), StepLog(self.scheduler)
-        self.started_blocks = self.watch.pool.num_gpu_blocks
+        self._observe()
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         super().submit(request_id, prompt, output_tokens)
@@ -154,7 +152,7 @@ def measure(engine: ModelledEngine, arm: Arm, trace: Any, arguments: argparse.Na
 
     done = serve_load.replay(engine, trace, seed, arguments.measure, arguments.fill, event, lambda: False)
     path = arguments.out / f"trace-{arm.name}-{sessions}.json.gz"
-    write_trace(path, engine.steps.rows, done[0].turns, done[1]["start"])
+    engine.steps.write(path, done[0].turns, done[1]["start"])
     figures = serve_load.row_figures(serve_load.windowed(arm.name, arm.ratio, *done, {}), *done)
     row = {"what": LABEL, "arm": arm.name, "sessions": sessions, **figures}
     shown = ("turns_per_s", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99", "tpot_s_p50", "prefix_hit_rate")

@@ -13,7 +13,6 @@ import serve_record as keep
 import serve_steps
 from serve_arms import Arm, Machine, Part
 from serve_engine import PointFailed, ServeEngine
-from serve_trace import write_trace
 
 from vamp_integration.replay.child import device_name, versions
 from vamp_integration.replay.trace import Trace
@@ -72,7 +71,7 @@ class Points:
             stop, fill_s = (lambda: self.clock.stopped), self.arguments.fill
             done = serve_load.replay(engine, trace, seed, measure_s, fill_s, self.progress, stop)
             path = self.arguments.out / f"trace-{self.name}-{arm.name}-{sessions}.json.gz"
-            write_trace(path, engine.steps.rows, done[0].turns, done[1]["start"])
+            engine.steps.write(path, done[0].turns, done[1]["start"])
             run = serve_load.windowed(arm.name, arm.ratio, *done, self._ready)
             return self._pool(engine) | serve_load.row_figures(run, *done)
 

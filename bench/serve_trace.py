@@ -22,6 +22,15 @@ class StepLog:
         scheduler.schedule = self._scheduled(scheduler.schedule)
         scheduler.update_from_output = self._ended(scheduler.update_from_output)
 
+    def write(self, path: Path, turns: list[dict[str, Any]], start_s: float) -> None:
+        """The steps since ``start_s`` and the turns, as compressed JSON; times in seconds from then."""
+        steps = [[round(row[0] - start_s, 4), round(row[1] - start_s, 4), *row[2:]] for row in self.rows]
+        steps = [row for row in steps if row[0] >= 0]
+        content = {"columns": COLUMNS, "steps": steps, "turns": turns}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt", encoding="utf-8") as out:
+            json.dump(content, out)
+
     def _scheduled(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             output = method(*args, **kwargs)
@@ -45,13 +54,3 @@ class StepLog:
             return method(scheduler_output, *args, **kwargs)
 
         return update_from_output
-
-
-def write_trace(path: Path, rows: list[list[float]], turns: list[dict[str, Any]], start_s: float) -> None:
-    """The steps since ``start_s`` and the turns, as compressed JSON; times in seconds from then."""
-    steps = [[round(row[0] - start_s, 4), round(row[1] - start_s, 4), *row[2:]] for row in rows]
-    steps = [row for row in steps if row[0] >= 0]
-    content = {"columns": COLUMNS, "steps": steps, "turns": turns}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wt", encoding="utf-8") as out:
-        json.dump(content, out)

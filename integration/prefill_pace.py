@@ -24,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.measured import MOST_ORDERED
 from vamp_runtime.memory.driver import Tier
-from vamp_runtime.policy.pace import LEAST_READ_S, PrefillPace, longest_prompt
+from vamp_runtime.policy.pace import PrefillPace, longest_prompt
 
 # Steps after which a prompt leaves no room for requests that had room and did not enter: they lack something
 # else. A request that waits for a level enters sooner.
@@ -52,7 +52,7 @@ class PacedPrefills:
     def hold(self, scheduler: Any) -> bool:
         """Whether the step about to be scheduled should leave prefills out, if it has anything else to do."""
         read_s = self.read_s
-        if not read_s:  # nothing is out: who waits need not be looked for
+        if not self.pace.paces(read_s):  # who waits need not be looked for
             return False
         now_s, now = time.monotonic(), time.time()
         begun, ready = len(_begun(scheduler)), list(islice(_ready(scheduler), MOST_ORDERED))
@@ -70,7 +70,7 @@ class PacedPrefills:
         given = config.long_prefill_token_threshold
         # A part of a prompt that must not be cut would never fit below the limit.
         cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
-        if cut and self.pace.share < 1 and self.read_s >= LEAST_READ_S:
+        if cut and self.pace.paces(self.read_s):
             begun, block = _begun(scheduler), scheduler.block_size
             enter = 0 if self._shut_steps >= SHUT_AFTER else min(_seats(scheduler), MOST_ORDERED)
             lengths = [request.num_tokens - request.num_computed_tokens for request in begun]

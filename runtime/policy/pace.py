@@ -56,6 +56,10 @@ class PrefillPace:
         self.held_steps = 0
         self._last_s = float("-inf")
 
+    def paces(self, read_s: float) -> bool:
+        """Whether anybody is held, or cut for others, where a step's host reads take ``read_s``."""
+        return self.share < 1 and read_s >= LEAST_READ_S
+
     def hold(self, now_s: float, read_s: float, waiting: int, waited_s: float, decoding: int) -> bool:
         """Whether prefills should wait in this step.
 
@@ -67,9 +71,9 @@ class PrefillPace:
             waited_s: seconds that they have waited, summed.
             decoding: requests that decode.
         """
-        if not waiting or self.share == 1 or read_s < LEAST_READ_S:
+        if not waiting or not self.paces(read_s):
             return False
-        held = now_s < self._last_s + read_s / self.share and waited_s < PATIENCE * decoding * read_s
+        held = self.since(now_s) < read_s / self.share and waited_s < PATIENCE * decoding * read_s
         self.held_steps += held
         return held
 
