@@ -23,13 +23,14 @@ def test_figures_follow_the_moves(tmp_path: Path) -> None:
     model = write_checkpoint(
         tmp_path / "small", shape=TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
     )
-    run = run_scenario("exported", model, kv_mib=96, max_tokens=1600, gdn_prefill_backend="triton")
+    work = {"kv_mib": 96, "count": 40, "max_tokens": 40}
+    run = run_scenario("exported", model, **work, gdn_prefill_backend="triton")
     values = {
         (name, *(v for label, v in labels.items() if label not in ("model_name", "engine"))): value
         for name, labels, value in run["samples"]
     }
     for kind in ("offload", "restore"):
-        assert run["moves_by_kind"][kind] > 50
+        assert run["moves_by_kind"][kind] > 20
         assert abs(values["vamp:moves_total", kind] - run["moves_by_kind"][kind]) <= 2
         assert values["vamp:move_seconds_total", kind] > 0
     assert values["vamp:moves_failed_total",] == 0

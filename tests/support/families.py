@@ -33,10 +33,11 @@ def write_families(root: Path, checkpoints: dict[str, tuple[str, str]], sizes: d
 def check_proof(run: dict[str, Any]) -> None:
     """Hold the outcome of ``scenarios.families`` for one checkpoint against what proves it."""
     assert "error" not in run, run["error"]
-    assert run["failed_moves"] == 0 and run["moves"] >= 20 and run["bytes_moved"] > 0
+    assert run["failed_moves"] == 0 and run["bytes_moved"] > 0
+    assert run["moves"] >= 20, run["moves_by_kind"]
     assert set(run["moves_by_kind"]) == {"offload", "restore"}
-    assert run["moved"] == run["still"]
-    pairs = zip(run["spoilt"], run["moved"], strict=True)
-    assert any(spoilt["tokens"] != moved["tokens"][: len(spoilt["tokens"])] for spoilt, moved in pairs), (
+    assert all(moved == run["still"] for moved in run["moved"])
+    pairs = zip(run["spoilt"], run["still"], strict=True)
+    assert any(spoilt["tokens"] != sound["tokens"][: len(spoilt["tokens"])] for spoilt, sound in pairs), (
         "wrong bytes would not be noticed"
     )
