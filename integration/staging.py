@@ -162,7 +162,7 @@ class Staging:
         slab = self._slab
         layers, experts = range(slab.geometry.layers), range(slab.geometry.experts)
         regions = [plan_region(slab, layer) for layer in layers]
-        rows = slab.slot_table
+        rows: Sequence[Sequence[int]] = slab.slot_table
         if self._by_record:
             rows = [[slab.record(layer, expert) for expert in experts] for layer in layers]
         merged = [

@@ -18,7 +18,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS = ("layer", "quantize", "route", "copy", "up", "down", "combine")
-PHASES = ("step", "move", "redirect", "prepare", "agree", "publish", "abandon", "home refresh", "staging")
+MOVE = ("move", "redirect", "prepare", "agree", "publish", "clear", "abandon")
+PHASES = ("step", *MOVE, "home refresh", "staging")
 _installed: Callable[[str], AbstractContextManager[object]] | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -97,6 +98,7 @@ class Boundary:
         if not self._reason:
             try:
                 started = time.perf_counter()
+                self.slab.clear()  # what the move before was refused
                 with ExitStack() as stack:
                     tx = stack.enter_context(Transaction())
                     tx.on_undo(self._driver.synchronize)
@@ -143,6 +145,18 @@ class Boundary:
                 self.slab.mark_resident(layer, groups)
         return self._finish()
 
+    @ranged("clear")
+    def clear(self) -> None:
+        """After an agreed move, unmap its pages where nobody reads them any more; others may have them.
+
+        What the driver refuses is left to the next move, which is refused unless it works then. On the thread
+        of ``prepare``, at any time before the next one.
+        """
+        try:
+            self.slab.clear()
+        except DriverError:
+            traceback.print_exc()
+
     @ranged("abandon")
     def abandon(self, reason: str = "") -> Outcome:
         """Bring back the pages, bytes and slot table of before the request.
@@ -172,7 +186,11 @@ class Boundary:
         self.request(move)
         self.redirect()
         self.prepare()
-        return self.publish() if self.agree() else self.abandon()
+        if not self.agree():
+            return self.abandon()
+        outcome = self.publish()
+        self.clear()
+        return outcome
 
     def offload(self, levels: int) -> Outcome:
         """Give ``levels`` groups of every layer to the KV cache."""

@@ -281,7 +281,7 @@ class CudaDriver:
 
     def _map(self, mapping: Mapping) -> None:
         raw = self._space.handles[mapping.handle].raw
-        self._api.call("cuMemMap", mapping.address, mapping.nbytes, 0, raw, 0)
+        self._api.quick("cuMemMap", mapping.address, mapping.nbytes, 0, raw, 0)
 
     def _open(self, run: Sequence[Mapping]) -> None:
         granted = (self._access, len(self._access))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind, Outcome
 
@@ -74,11 +75,24 @@ class Mover:
         return outcome
 
     def _prepare(self) -> bool:
+        with self._in_thread():
+            self._boundary.prepare()
+            agreed = self._boundary.agree()
+            if agreed:
+                self._thread.submit(self._clear)
+            return agreed
+
+    def _clear(self) -> None:
+        """Beside the steps that publish the move, and before the pages of the next one."""
+        with self._in_thread():
+            self._boundary.clear()
+
+    @contextmanager
+    def _in_thread(self) -> Iterator[None]:
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            self._boundary.prepare()
-            return self._boundary.agree()
+            yield
         except BaseException:
             # No step may notice this for long: the engine can be idle.
             traceback.print_exc()

@@ -56,6 +56,8 @@ class ExpertRecords:
         self.ledger = ledger
         self.geometry = geometry
         self.mirror = mirror
+        #: Address and bytes of pages that are somebody else's now and still lie where their group was.
+        self._left: list[tuple[int, int]] = []
         self._base: list[list[int]] = []
         self._backed = 0
         if geometry.host_homes and Tier.HOST not in driver.tiers:
@@ -111,22 +113,37 @@ class ExpertRecords:
         return digest.digest()
 
     def take_out(self, tx: Transaction, layer: int, homes: Mapping[int, int]) -> None:
-        """Take the HBM pages of groups from their own addresses; they become FREE.
+        """Take the HBM pages of groups, which nobody may read at their own addresses any more; they become
+        FREE.
 
-        The groups' homes may take their place. The undo maps the HBM pages again and copies the experts back
-        from the home aliases, since whoever got the pages may have overwritten them. Those copies may still
-        run after the undo.
+        With ``mirror`` the groups' homes take their place. Otherwise they stay mapped there until ``clear``:
+        a growth need not wait for that. The undo copies the experts back from the home aliases, since whoever
+        got the pages may have overwritten them; those copies may still run after it.
 
         Args:
             homes: home slot of each group.
         """
         pages = {group: self.pages(layer, group) for group in homes}
         tx.on_undo(partial(self._copy_from_homes, layer, homes))
-        self._unmap(tx, layer, pages)
         if self.mirror:
+            self._unmap(tx, layer, pages)
             self._map(tx, layer, self._home_pages(layer, homes))
+        else:
+            size = self.geometry.page_bytes
+            left = [(address, len(share) * size) for address, share in self._stretches(layer, pages)]
+            tx.do(partial(self._left.extend, left), partial(self._keep, left))
         for group, share in pages.items():
             self._hand_over(tx, share, Owner(OwnerKind.EXPERT, layer, group), FREE)
+
+    def clear(self) -> None:
+        """Unmap what ``take_out`` has left, once its move is agreed; nothing is left before the next one.
+
+        Raises:
+            DriverError: an unmapping was refused; it and those after it are still to be done.
+        """
+        while self._left:
+            self.driver.unmap(*self._left[-1])
+            self._left.pop()
 
     def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         """Put pages behind the own addresses of groups that are out, ahead of ``bring_back``.
@@ -157,6 +174,7 @@ class ExpertRecords:
 
     def close(self) -> None:
         """Unmap and release everything, whatever lies behind the own addresses now."""
+        self.clear()
         geometry = self.geometry
         for layer, part in self._layer_parts():
             size, backed = geometry.part_bytes[part], layer < self._backed
@@ -259,6 +277,10 @@ class ExpertRecords:
 
     def _unmap(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         unmap_pages(tx, self.driver, self.geometry.page_bytes, self._stretches(layer, pages))
+
+    def _keep(self, left: Sequence[tuple[int, int]]) -> None:
+        """The undo of leaving pages mapped: they are the groups' own again."""
+        del self._left[len(self._left) - len(left) :]
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""

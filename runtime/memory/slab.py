@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 
@@ -30,8 +31,8 @@ class ExpertSlab:
         ConfigError: a tier has no room (nothing is left behind), or ``order`` is no permutation.
 
     Attributes:
-        slot_table: ``[layers][experts]``, the slot at which each expert is to be read now: its own record or
-            its home alias. Changed in place.
+        slot_table: ``[layers][experts]``, int32, the slot at which each expert is to be read now: its own
+            record or its home alias. Changed in place.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ExpertSlab:
         self._order = [list(row) for row in order] if order is not None else [list(experts) for _ in layers]
         check_order(self._order, geometry)
         self._experts = [sorted(experts, key=row.__getitem__) for row in self._order]
-        self.slot_table = [list(row) for row in self._order]
+        self.slot_table = [array("i", row) for row in self._order]
         self._coldness = [list(reversed(range(geometry.movable_groups))) for _ in layers]
         self._homes = [HomeSlots(geometry.home_slots, geometry.peer_homes) for _ in layers]
         self._out: list[list[int]] = [[] for _ in layers]
@@ -167,9 +168,17 @@ class ExpertSlab:
         self._redirected[layer].remove(group)
 
     def take_out(self, tx: Transaction, layer: int, groups: Sequence[int]) -> None:
-        """Take the HBM pages of redirected groups from their own addresses; they are FREE now."""
+        """Take the pages of redirected groups; they are FREE now. Without ``mirror``, ``clear`` follows."""
         assert self._redirected[layer].issuperset(groups) and not {*self._out[layer]} & {*groups}
         self._records.take_out(tx, layer, self._valid_homes(layer, groups))
+
+    def clear(self) -> None:
+        """Take the pages of groups that left away from their own addresses, once the move is agreed.
+
+        Raises:
+            DriverError: one was refused; the rest is still to be done, and must be before the next move.
+        """
+        self._records.clear()
 
     def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         """Put ``pages`` of others behind the addresses of groups that are out, where nothing lies there."""

@@ -96,7 +96,7 @@ def test_the_phases_of_a_move_stand_in_their_ranges(driver: HostDriver) -> None:
     finally:
         ranges.install(None)
     walk = "move redirect / prepare / agree / {} / / "
-    assert " ".join(seen) == walk.format("publish") + walk.format("abandon") + "home refresh /"
+    assert " ".join(seen) == walk.format("publish / clear") + walk.format("abandon") + "home refresh /"
 
 
 class Moves(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.driver_suite import BUDGET_PAGES, DriverSuite, back, create, pattern
 from support.simulated_cuda import GRANULARITY as PAGE
-from support.simulated_cuda import CUresult, SimulatedCuda
+from support.simulated_cuda import CUresult, SimulatedCuda, install
 
 from vamp_runtime.errors import ConfigError, DriverError, StateLost
 from vamp_runtime.memory.cuda import CudaDriver
@@ -22,8 +22,7 @@ HOST_VMM = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    cuda = SimulatedCuda()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda)
+    cuda = install(monkeypatch, SimulatedCuda())
     yield cuda
     usage = cuda.host.usage()
     assert (usage.reservations, usage.mappings, usage.handles) == (0, 0, 0)
@@ -226,6 +225,27 @@ def test_devices_that_cannot_serve_are_named(cuda: SimulatedCuda) -> None:
     for arguments, message in (((7,), "device=7"), ((0, 0), "peer=0"), ((0, 9), "peer=9")):
         with pytest.raises(ConfigError, match=message):
             CudaDriver(*arguments)
+
+
+def test_calls_past_the_bindings_are_checked_too(cuda: SimulatedCuda) -> None:
+    driver, asked = CudaDriver(0), []
+
+    def refuse(*arguments: int) -> int:
+        asked.append(arguments)
+        return CUresult.CUDA_ERROR_INVALID_VALUE.value
+
+    address, handle = driver.reserve(PAGE), driver.create(PAGE, Tier.HBM)
+    assert handle is not None
+    driver._api._short = {"cuMemMap": refuse}
+    with pytest.raises(DriverError, match="cuMemMap: CUDA_ERROR_INVALID_VALUE"):
+        driver.map(address, handle)
+    assert len(asked) == 1 and asked[0][:3] == (address, PAGE, 0) and all(type(a) is int for a in asked[0])
+    driver._api._short = {"cuMemMap": lambda *arguments: 0}
+    driver.map(address, handle)
+    assert driver.usage().mappings == 1
+    driver._api._short = {}
+    cuda.host.map(address, handle)  # what the call would have done
+    driver.close()
 
 
 def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.qwen3_next import CONFIG
-from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda
+from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda, install
 
 from vamp_integration.cli import doctor as command
 from vamp_integration.cli.main import main
@@ -175,8 +175,7 @@ def test_a_peer_is_named_and_missed_where_it_is_asked_for(
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    simulated = SimulatedCuda()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", simulated)  # type: ignore[arg-type]
+    simulated = install(monkeypatch, SimulatedCuda())
     yield simulated
     simulated.host.close()
 

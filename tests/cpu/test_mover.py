@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, SWAP, move
 from support.faulty import FaultyDriver
-from support.rigs import RECORDS, Rig, build_rig
+from support.rigs import BARE, RECORDS, Rig, Shape, build_rig
 
 from vamp_runtime.errors import StateLost
 from vamp_runtime.memory.boundary import MoveKind, MoveState
@@ -25,6 +25,8 @@ class GatedDriver(FaultyDriver):
         super().__init__(inner, calls=())
         self.gate = threading.Event()
         self.gate.set()
+        self.may_unmap = threading.Event()
+        self.may_unmap.set()
         self.moved_on: set[int] = set()
 
     def wait(self, mark: object) -> None:
@@ -33,19 +35,22 @@ class GatedDriver(FaultyDriver):
 
     def unmap(self, address: int, nbytes: int) -> None:
         self.moved_on.add(threading.get_ident())
+        assert self.may_unmap.wait(20.0)
         self._counting("unmap", self.inner.unmap)(address, nbytes)
 
 
 @contextmanager
-def open_mover(beside: bool = True) -> Iterator[tuple[Rig, GatedDriver, Mover, list[list[list[int]]]]]:
+def open_mover(
+    beside: bool = True, shape: Shape = RECORDS
+) -> Iterator[tuple[Rig, GatedDriver, Mover, list[list[list[int]]]]]:
     """A mover over a small rig; the list gets a copy of the slot table each time it goes to the device."""
     inner = HostDriver(4096)
     driver = GatedDriver(inner)
-    rig = build_rig(driver, RECORDS)
+    rig = build_rig(driver, shape)
     tables: list[list[list[int]]] = []
 
     def keep() -> None:
-        tables.append([list(row) for row in rig.slab.slot_table])
+        tables.append(rig.table)
 
     mover = Mover(rig.boundary, keep, lambda: tables.append([]), driver.bind_thread, beside)
     yield rig, driver, mover, tables
@@ -55,7 +60,7 @@ def open_mover(beside: bool = True) -> Iterator[tuple[Rig, GatedDriver, Mover, l
 
 def test_steps_go_on_between_redirect_and_publish() -> None:
     with open_mover() as (rig, driver, mover, tables):
-        before = [list(row) for row in rig.slab.slot_table]
+        before = rig.table
         driver.gate.clear()
         mover.start(move(rig.boundary, OFFLOAD, 2))
         assert mover.busy and mover.finish() is None
@@ -74,10 +79,10 @@ def test_experts_are_read_at_home_until_a_restore_is_published() -> None:
     with open_mover() as (rig, _, mover, tables):
         mover.start(move(rig.boundary, OFFLOAD, 1))
         rig.moved(mover.finish(wait=True))
-        out = [list(row) for row in rig.slab.slot_table]
+        out = rig.table
         tables.clear()
         mover.start(move(rig.boundary, RESTORE, 1, rig.region.claimed))
-        assert not tables and rig.slab.slot_table == out
+        assert not tables and rig.table == out
         outcome = mover.finish(wait=True)
         assert outcome is not None and outcome.ok and outcome.level == 0
         assert len(tables) == 1 and tables[0] != out
@@ -101,7 +106,7 @@ def test_a_swap_changes_the_table_before_pages_move_and_when_it_is_published() -
             assert min(redirected[swap.layer][expert] for expert in both) >= rig.geometry.home_slot_base
         driver.gate.set()
         rig.moved(mover.finish(wait=True))
-        assert len(tables) == 2 and tables[1] == rig.slab.slot_table
+        assert len(tables) == 2 and tables[1] == rig.table
         for swap in asked.swaps:
             back = rig.slab.experts_of(swap.layer, swap.returning)
             assert all(tables[1][swap.layer][e] == rig.slab.record(swap.layer, e) for e in back)
@@ -113,7 +118,7 @@ def test_without_a_slot_table_the_move_is_done_at_once() -> None:
         mover.start(move(rig.boundary, OFFLOAD, 1))
         assert driver.moved_on == {threading.get_ident()} and mover.busy
         outcome = mover.finish()
-        assert outcome is not None and outcome.ok and not mover.busy and tables == [rig.slab.slot_table]
+        assert outcome is not None and outcome.ok and not mover.busy and tables == [rig.table]
         rig.moved(outcome)
         rig.check()
 
@@ -135,9 +140,34 @@ def test_every_refused_call_is_undone_and_the_next_move_works(kind: MoveKind) ->
             if outcome.ok:
                 break
             assert "refused on purpose" in outcome.reason and rig.snapshot() == before
-            assert tables[-1] == rig.slab.slot_table
+            assert tables[-1] == rig.table
         assert calls > 5
         rig.moved(outcome)
+        rig.check()
+
+
+def test_a_growth_is_over_before_its_pages_are_unmapped_where_they_were() -> None:
+    with open_mover(shape=BARE) as (rig, driver, mover, _):
+        driver.may_unmap.clear()
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        outcome = mover.finish(wait=True)
+        assert outcome is not None and outcome.ok and outcome.level == 1 and not mover.busy
+        mover.start(move(rig.boundary, SWAP, 0))
+        assert mover.busy and mover.finish() is None, "the next move lays pages behind those addresses"
+        driver.may_unmap.set()
+        rig.moved(mover.finish(wait=True))
+        rig.check()
+
+
+def test_pages_left_where_they_were_by_a_refusal_go_before_the_next_move(capsys: Any) -> None:
+    with open_mover(shape=BARE) as (rig, driver, mover, _):
+        driver.counted = frozenset({"unmap"})
+        driver.arm(2)
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        rig.moved(mover.finish(wait=True))
+        mover.start(move(rig.boundary, RESTORE, 1))
+        rig.moved(mover.finish(wait=True))
+        assert "refused on purpose" in capsys.readouterr().err
         rig.check()
 
 
@@ -146,7 +176,7 @@ def test_a_refusal_is_an_outcome() -> None:
         mover.start(move(rig.boundary, RESTORE, 1))
         outcome = mover.finish(wait=True)
         assert outcome is not None and not outcome.ok and "from level 0" in outcome.reason
-        assert tables[-1] == rig.slab.slot_table
+        assert tables[-1] == rig.table
         rig.check()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from support.qwen3_next import CONFIG
 from support.rigs import Shape, build_rig
-from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda
+from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda, install
 
 from vamp_integration import home_room, plan
 from vamp_integration.memory_driver import open_driver
@@ -31,8 +30,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    simulated = SimulatedCuda()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", simulated)  # type: ignore[arg-type]
+    simulated = install(monkeypatch, SimulatedCuda())
     monkeypatch.setattr(module, "STEP_BYTES", GRANULARITY)
     yield simulated
     assert simulated.host.usage().handles == 0 and simulated.retained == 0, "a trial was not given back"

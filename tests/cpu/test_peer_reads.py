@@ -44,7 +44,7 @@ def test_the_kernel_is_told_of_host_experts_only(rig: Rig) -> None:
     for level, hosted in ((1, {6, 7}), (2, {4, 5, 6, 7}), (3, {4, 5, 6, 7})):
         assert rig.boundary.offload(1).ok
         tables.update()
-        assert tables.slots.tolist() == rig.slab.slot_table
+        assert tables.slots.tolist() == rig.table
         for row, slots in zip(tables.hosted, rig.slab.slot_table, strict=True):
             assert set(row.nonzero().flatten().tolist()) == hosted
             out = {expert for expert, slot in enumerate(slots) if slot >= rig.geometry.home_slot_base}

@@ -90,6 +90,11 @@ class Rig:
     def geometry(self) -> SlabGeometry:
         return self.slab.geometry
 
+    @property
+    def table(self) -> list[list[int]]:
+        """A copy of the slot table."""
+        return [list(row) for row in self.slab.slot_table]
+
     def expert(self, layer: int, expert: int, slot: int | None = None) -> bytes:
         """The expert's bytes at its own address, if there are any, or at ``slot``."""
         own = self.slab.record(layer, expert)
@@ -122,7 +127,7 @@ class Rig:
             owners={owner: self.ledger.pages(owner) for owner in (*kinds, *groups, *homes)},
             usage=self.driver.usage(),
             experts=[self.expert(la, ex) for la in layers for ex in range(self.geometry.experts)],
-            slot_table=[list(row) for row in slab.slot_table],
+            slot_table=self.table,
             out=[slab.out(layer) for layer in layers],
             homes=[[slab.home_of(la, group) for group in range(self.geometry.groups)] for la in layers],
             claimed=self.region.claimed,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vamp_runtime.errors import DriverError
+from vamp_runtime.memory import cuda_api
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.host import HostDriver
 
@@ -26,6 +30,13 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_UNKNOWN = 999
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cuda: SimulatedCuda) -> SimulatedCuda:
+    """Let ``cuda`` stand for the bindings, and for the driver's library where they are passed over."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda)  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda_api, "SHORT_CALLS", {})
+    return cuda
 
 
 def _names(*names: str) -> SimpleNamespace:

@@ -149,11 +149,11 @@ def test_slot_tables_follow_moves_in_place(driver: HostDriver) -> None:
     rig = build_rig(driver, RECORDS)
     tables = SlotTables(rig.slab, CPU)
     address = tables.slots.data_ptr()
-    assert tables.slots.tolist() == rig.slab.slot_table and not tables.hosted.any()
+    assert tables.slots.tolist() == rig.table and not tables.hosted.any()
     assert rig.boundary.offload(1).ok
     tables.update()
     moved = [rig.slab.experts_of(layer, rig.slab.out(layer)[0]) for layer in range(rig.geometry.layers)]
-    assert tables.slots.data_ptr() == address and tables.slots.tolist() == rig.slab.slot_table
+    assert tables.slots.data_ptr() == address and tables.slots.tolist() == rig.table
     assert [row.nonzero().flatten().tolist() for row in tables.hosted] == [sorted(row) for row in moved]
 
 
