@@ -184,6 +184,7 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
         taken += [steps.one(lambda: None) for _ in range(2)]
         bubble = sum(taken) - len(taken) * usual
     assert outcome is not None and outcome.ok, outcome
+    mover.close()  # the next one has a thread of its own
     calls = {name: (len(times), sum(times)) for name, times in rank.calls.items()}
     # That one is waiting for the steps before.
     driver = sum(taken for name, (_, taken) in calls.items() if name != "cuEventSynchronize")

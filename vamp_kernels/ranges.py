@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS = ("layer", "quantize", "route", "copy", "up", "down", "combine")
-MOVE = ("move", "redirect", "prepare", "agree", "publish", "clear", "abandon")
+MOVE = ("move", "request", "redirect", "prepare", "agree", "publish", "clear", "abandon")
 PHASES = ("step", *MOVE, "home refresh", "staging")
 _installed: Callable[[str], AbstractContextManager[object]] | None = None
 

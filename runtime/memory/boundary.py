@@ -52,6 +52,7 @@ class Boundary:
         self._driver = driver
         self._pages_at_level_0 = region.pages - slab.level * slab.geometry.pages_per_level
 
+    @ranged("request")
     def request(self, move: Move) -> str:
         """Check a move and choose its groups; why it is refused, or an empty string.
 

@@ -74,6 +74,10 @@ class Mover:
         outcome, self._done = self._done, None
         return outcome
 
+    def close(self) -> None:
+        """Wait for what is left to do behind the last move, and end the thread."""
+        self._thread.shutdown()
+
     def _prepare(self) -> bool:
         with self._in_thread():
             self._boundary.prepare()

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -162,15 +163,26 @@ def test_what_vamp_did_is_counted_from_the_start_of_the_replay(bench: Any) -> No
 
 
 def test_a_bubble_is_what_the_steps_of_a_move_took_beyond_others(bench: Any) -> None:
-    times = [0.010] * 20 + [0.013, 0.018] + [0.011] * 20
+    times = [0.010] * 20 + [0.013, 0.018, 0.009, 0.012] + [0.011] * 20
     ends = [0.0]
     for step in times:
         ends.append(ends[-1] + step)
     found = bench["steps"].bubble(ends, requested=0.2001, settled=0.2300)
     assert found["steps_affected"] == 2
-    assert found["bubble_ms"] == pytest.approx(11.0) and found["bubble_ms_largest"] == pytest.approx(8.0)
+    assert found["bubble_ms"] == pytest.approx(11.0 - 2.0 + 1.0) and found["bubble_ms_largest"] == pytest.approx(8.0)
     assert found["step_ms_before"] == pytest.approx(10.0) and found["step_ms_after"] == pytest.approx(11.0)
-    assert len(found["series_ms"]) == 42
+    assert len(found["series_ms"]) == 44
+
+
+def test_a_growth_tells_how_long_its_phases_took(bench: Any) -> None:
+    from vamp_kernels.ranges import ranged
+
+    with bench["steps"].phases() as spent:
+        ranged("publish")(time.sleep)(0.002)
+        ranged("publish")(time.sleep)(0.002)
+        ranged("staging")(time.sleep)(0.001)
+    ranged("clear")(time.sleep)(0.0)
+    assert spent.keys() == {"publish"} and 0.004 <= spent["publish"]
 
 
 # Results, time and processes.

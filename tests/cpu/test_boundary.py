@@ -95,7 +95,7 @@ def test_the_phases_of_a_move_stand_in_their_ranges(driver: HostDriver) -> None:
         rig.slab.refresh_homes(0)
     finally:
         ranges.install(None)
-    walk = "move redirect / prepare / agree / {} / / "
+    walk = "move request / redirect / prepare / agree / {} / / "
     assert " ".join(seen) == walk.format("publish / clear") + walk.format("abandon") + "home refresh /"
 
 

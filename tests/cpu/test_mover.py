@@ -54,6 +54,7 @@ def open_mover(
 
     mover = Mover(rig.boundary, keep, lambda: tables.append([]), driver.bind_thread, beside)
     yield rig, driver, mover, tables
+    mover.close()
     rig.close()
     inner.close()
 
