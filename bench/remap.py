@@ -103,8 +103,8 @@ def moves(
             times[name].append(outcome.seconds * 1e6)
     slab.verify_all()
     boundary.check_integrity()
-    region.close()
     slab.close()
+    region.close()
     return slab_geometry.pages_per_level * page, times
 
 

@@ -203,6 +203,7 @@ class CudaDriver:
     def wait(self, mark: object) -> None:
         self._marks.wait(mark)
 
+    @_locked
     def read(self, address: int, nbytes: int) -> bytes:
         self._space.check_accessible("read", address, nbytes)
         buffer = ctypes.create_string_buffer(nbytes)
@@ -212,6 +213,7 @@ class CudaDriver:
         self.synchronize()
         return buffer.raw
 
+    @_locked
     def write(self, address: int, data: bytes) -> None:
         self._space.check_accessible("write", address, len(data))
         buffer = ctypes.create_string_buffer(data, len(data))

@@ -130,7 +130,7 @@ class KVRegion:
             raise IntegrityError(f"{owned} pages are owned by the KV cache, {self.pages} are backed")
 
     def close(self) -> None:
-        """Give back every page and the addresses."""
+        """Give back every page and the addresses. The slab comes first: its pages may still lie there too."""
         for offset, nbytes in self.geometry.page_ranges(0, self.pages):
             self._driver.unmap(self._base + offset, nbytes)
         for handle in self._pages:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind, Outcome
 
@@ -18,8 +18,8 @@ SWITCH_INTERVAL_S = 1e-4
 class Mover:
     """One move at a time: request and redirect on the caller's thread, the rest on one of its own.
 
-    Until ``finish`` has returned the outcome, slab, region and driver belong to that thread. Used by one
-    thread, the one that launches steps.
+    Until ``finish`` has returned the outcome, slab, region and driver belong to that thread, and after it
+    ``Boundary.clear`` may still run there. Used by one thread, the one that launches steps.
 
     Args:
         slots_changed: brings the slot table to the device, ordered before the steps that are launched next.
@@ -74,8 +74,14 @@ class Mover:
         outcome, self._done = self._done, None
         return outcome
 
+    def rest(self) -> None:
+        """Wait for what the last move has left to do."""
+        assert not self.busy
+        self._thread.submit(lambda: None).result()
+
     def close(self) -> None:
-        """Wait for what is left to do behind the last move, and end the thread."""
+        """The same, and end the thread."""
+        assert not self.busy
         self._thread.shutdown()
 
     def _prepare(self) -> bool:
@@ -83,7 +89,9 @@ class Mover:
             self._boundary.prepare()
             agreed = self._boundary.agree()
             if agreed:
-                self._thread.submit(self._clear)
+                # At the interpreter's end nothing can be queued any more, and nobody needs the addresses.
+                with suppress(RuntimeError):
+                    self._thread.submit(self._clear)
             return agreed
 
     def _clear(self) -> None:

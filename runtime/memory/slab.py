@@ -17,7 +17,7 @@ from vamp_runtime.memory.transaction import Transaction
 
 
 class ExpertSlab:
-    """Records, home slots and slot table of all layers. For one thread at a time.
+    """Records, home slots and slot table of all layers. For one thread at a time, but for ``clear``.
 
     A group is resident, or redirected (its experts are read through the home alias), or redirected and out
     (its HBM pages are gone; behind its own addresses lies its home too, or nothing).

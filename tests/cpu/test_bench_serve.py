@@ -169,7 +169,9 @@ def test_a_bubble_is_what_the_steps_of_a_move_took_beyond_others(bench: Any) -> 
         ends.append(ends[-1] + step)
     found = bench["steps"].bubble(ends, requested=0.2001, settled=0.2300)
     assert found["steps_affected"] == 2
-    assert found["bubble_ms"] == pytest.approx(11.0 - 2.0 + 1.0) and found["bubble_ms_largest"] == pytest.approx(8.0)
+    assert found["bubble_ms"] == pytest.approx(11.0 - 2.0 + 1.0) and found[
+        "bubble_ms_largest"
+    ] == pytest.approx(8.0)
     assert found["step_ms_before"] == pytest.approx(10.0) and found["step_ms_after"] == pytest.approx(11.0)
     assert len(found["series_ms"]) == 44
 
@@ -182,7 +184,7 @@ def test_a_growth_tells_how_long_its_phases_took(bench: Any) -> None:
         ranged("publish")(time.sleep)(0.002)
         ranged("staging")(time.sleep)(0.001)
     ranged("clear")(time.sleep)(0.0)
-    assert spent.keys() == {"publish"} and 0.004 <= spent["publish"]
+    assert spent.keys() == {"publish"} and spent["publish"] >= 0.004
 
 
 # Results, time and processes.

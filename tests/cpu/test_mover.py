@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +19,8 @@ from vamp_runtime.errors import StateLost
 from vamp_runtime.memory.boundary import MoveKind, MoveState
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.mover import Mover
+
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class GatedDriver(FaultyDriver):
@@ -54,7 +59,8 @@ def open_mover(
 
     mover = Mover(rig.boundary, keep, lambda: tables.append([]), driver.bind_thread, beside)
     yield rig, driver, mover, tables
-    mover.close()
+    if not mover.busy:  # one that has lost the state stays so
+        mover.close()
     rig.close()
     inner.close()
 
@@ -156,7 +162,9 @@ def test_a_growth_is_over_before_its_pages_are_unmapped_where_they_were() -> Non
         mover.start(move(rig.boundary, SWAP, 0))
         assert mover.busy and mover.finish() is None, "the next move lays pages behind those addresses"
         driver.may_unmap.set()
-        rig.moved(mover.finish(wait=True))
+        outcome = mover.finish(wait=True)
+        mover.rest()
+        rig.moved(outcome)
         rig.check()
 
 
@@ -164,12 +172,41 @@ def test_pages_left_where_they_were_by_a_refusal_go_before_the_next_move(capsys:
     with open_mover(shape=BARE) as (rig, driver, mover, _):
         driver.counted = frozenset({"unmap"})
         driver.arm(2)
-        mover.start(move(rig.boundary, OFFLOAD, 1))
-        rig.moved(mover.finish(wait=True))
-        mover.start(move(rig.boundary, RESTORE, 1))
-        rig.moved(mover.finish(wait=True))
+        for kind in (OFFLOAD, RESTORE):
+            mover.start(move(rig.boundary, kind, 1))
+            outcome = mover.finish(wait=True)
+            mover.rest()
+            rig.moved(outcome)
         assert "refused on purpose" in capsys.readouterr().err
         rig.check()
+
+
+ENDS_IN_A_MOVE = """
+import concurrent.futures.thread as pools, time
+from support.boundary_suite import OFFLOAD, move
+from support.rigs import BARE, build_rig
+from vamp_runtime.memory.host import HostDriver
+from vamp_runtime.memory.mover import Mover
+
+driver = HostDriver(4096)
+rig = build_rig(driver, BARE)
+
+
+def until_the_end(mark):
+    while not pools._shutdown:
+        time.sleep(0.01)
+
+
+driver.wait = until_the_end
+Mover(rig.boundary, lambda: None, lambda: print("lost")).start(move(rig.boundary, OFFLOAD, 1))
+"""
+
+
+def test_a_program_may_end_while_pages_move() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_A_MOVE], capture_output=True, text=True, env=PATHS, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_refusal_is_an_outcome() -> None:

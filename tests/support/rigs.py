@@ -150,8 +150,8 @@ class Rig:
         return outcome
 
     def close(self) -> None:
-        self.region.close()
         self.slab.close()
+        self.region.close()
 
 
 def build_rig(
