@@ -35,8 +35,8 @@ class Boundary:
     """Walks a move: ``request``, ``redirect``, ``prepare``, ``agree``; then ``publish`` or ``abandon``.
 
     A rank that refuses a move, or whose driver fails, still takes every step up to ``agree``, where it votes
-    against; then every rank abandons. For one thread at a time, but for ``clear``. ``StateLost`` from any step
-    ends the process.
+    against; then every rank abandons. For one thread at a time, but for ``clear``. ``StateLost`` from any
+    step ends the process.
 
     Attributes:
         epoch: of the last move requested, published or not.
