@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from types import SimpleNamespace
 from typing import Any
@@ -52,20 +53,23 @@ def slab_geometry(
     """
     peer_bytes = int(settings.peer_hbm_gib * 2**30)
     try:
-        sizes = (layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio)
-        # At the highest level, the group that is to leave next needs a home too.
-        spare_homes = int(settings.reselect_mib_per_s > 0)
-        # Views of a record may end short of the next; the CPU engine's parts are dense.
-        pad = device != "cpu"
-        # Whether the kernel is VAMP's is not known before the model is there.
-        first_stays = pad and settings.moe_kernel != "vllm"
-        homes = spare_homes, pad, peer_bytes, first_stays
-        geometry = SlabGeometry.plan(*sizes, 0, *homes)
+        planned = partial(
+            SlabGeometry.plan,
+            *(layers, experts, part_bytes, granularity(settings, device), settings.max_offload_ratio),
+            # At the highest level, the group that is to leave next needs a home too.
+            spare_homes=int(settings.reselect_mib_per_s > 0),
+            # Views of a record may end short of the next; the CPU engine's parts are dense.
+            pad=device != "cpu",
+            peer_bytes=peer_bytes,
+            # Whether the kernel is VAMP's is not known before the model is there.
+            first_stays=device != "cpu" and settings.moe_kernel != "vllm",
+        )
+        geometry = planned()
         if device == "cpu":
             return geometry
         if peer_bytes and geometry.home_slots and not geometry.peer_homes:
             raise ConfigError(_peer_too_small(settings, geometry))
-        return SlabGeometry.plan(*sizes, staging_records(settings, geometry), *homes)
+        return planned(staging_records=staging_records(settings, geometry))
     except ConfigError as error:
         if str(error).startswith(("staging_mib", "peer_hbm_gib")):
             raise

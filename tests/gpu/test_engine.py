@@ -26,14 +26,6 @@ VLLM_KERNEL = {"vamp": {"moe_kernel": "vllm"}}
 OWN_KERNEL = {"vamp": {"moe_kernel": "vamp"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_layout() -> Any:
     """The unmodified engine lays its KV cache out as VAMP's does, so that both run the same kernels."""

@@ -67,13 +67,9 @@ def test_copies_of_blocks_over_several_pages_old_and_new() -> None:
     driver.close()
 
 
-def test_an_engine_grows_and_restores_beside_copies(tmp_path: Path) -> None:
+def test_an_engine_grows_and_restores_beside_copies(model: Path) -> None:
     """Copies are vLLM's own here, so a restore seldom finds one under way: that it waits for them is shown by
     ``tests/vllm/test_host_kv.py``. Here the memory is real: a copy from an unmapped page ends the engine."""
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    model = write_checkpoint(tmp_path / "small", shape=shape)
     work = {"seed": 21, "count": 60, "length": 900, "turns": 2, "kv_mib": 64, "host_mib": 512}
     options = {"max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton", "late": False, "reserve": 0}
     for graphs in (False, True):

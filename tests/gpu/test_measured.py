@@ -16,12 +16,8 @@ pytestmark = [
 ]
 
 
-def test_sessions_in_turn_are_served_to_the_end(tmp_path: Path) -> None:
+def test_sessions_in_turn_are_served_to_the_end(model: Path) -> None:
     """More sessions than the pool holds; ``rounds`` checks pool, pages and ranks after every turn."""
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    model = write_checkpoint(tmp_path / "small", shape=shape)
     work = {"seed": 8, "count": 16, "length": 1200, "growth": 130, "turns": 3, "max_tokens": 4, "kv_mib": 192}
     engine = {"enforce_eager": False, "max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton"}
     with mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}):

@@ -16,13 +16,8 @@ pytestmark = [
 ]
 
 
-def test_figures_follow_the_moves(tmp_path: Path) -> None:
+def test_figures_follow_the_moves(model: Path) -> None:
     """More than 1024 steps: the hit counters are looked at every 512, and arrive a look later."""
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    model = write_checkpoint(
-        tmp_path / "small", shape=TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    )
     work = {"kv_mib": 96, "count": 40, "max_tokens": 40}
     run = run_scenario("exported", model, **work, gdn_prefill_backend="triton")
     values = {

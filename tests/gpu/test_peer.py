@@ -59,14 +59,6 @@ def test_a_thousand_moves_leave_every_expert(driver: CudaDriver, shape: Any) -> 
     assert driver.usage().tier_bytes[Tier.PEER] == rig.geometry.peer_home_bytes
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize("kernel", ["vamp", "vllm"])
 def test_moves_over_homes_on_both_sides_leave_every_token(model: Path, kernel: str) -> None:

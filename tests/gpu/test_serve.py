@@ -31,15 +31,11 @@ LULL_S = 60.0
 
 
 def test_openais_client_is_answered_while_it_grows_and_restores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions of more tokens than the pool holds, eight at a time; then their prefixes are dropped, and
     short prompts are asked until the level falls."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for the reset
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    model = write_checkpoint(tmp_path / "small", shape=shape)
     flat = [text for option in OPTIONS.items() for text in option]
     with serving(model, tmp_path / "cache", tmp_path, *flat) as server:
         ask_while_it_moves(server, prompts(5, 60, 1200))

@@ -114,14 +114,6 @@ def test_a_graph_follows_moves_and_modes(rank: Any) -> None:
         assert rank.staged() == (0 if mode == "off" else level * rank.slab.geometry.group)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
-
-
 @pytest.mark.parametrize("kernel", ["vamp", "vllm"])
 def test_staging_leaves_every_token(model: Path, kernel: str) -> None:
     """A quarter of the KV budget stages 32 experts of 1.5 MiB, twice. Prompts run without graphs."""

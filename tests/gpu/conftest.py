@@ -1,0 +1,16 @@
+"""What several of the GPU tests need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Qwen3-Next whose experts are 1.5 MiB: four of them make three granules."""
+    from vamp_integration.tiny_model import TinyShape, write_checkpoint
+
+    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
