@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from modelled_host_kv import ModelledCopies
 from numpy.typing import NDArray
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -77,6 +78,7 @@ class StepModel:
         apart: of reads and compute, the part of the shorter that the longer does not hide, in steps that
             decode and in those with prompt tokens; measured.
         sigma: of the routing simulation.
+        load_start_s: host time to begin a load from vLLM's KV cache in host memory; fitted.
         level_s: moving the pages of one level, measured.
         page_bytes, block_bytes, pages, max_level: memory that VAMP starts with and can gain, as its log says.
         blocks: of its pool at start.
@@ -101,6 +103,7 @@ class StepModel:
     link: float = 53e9
     apart: tuple[float, float] = (0.4, 0.15)
     sigma: float = 1.06
+    load_start_s: float = 0.02
     level_s: float = 9e-3
     page_bytes: int = 6 << 20
     block_bytes: int = 6_684_672
@@ -260,6 +263,9 @@ class ModelledExecutor(Executor):
         self._lengths: dict[str, int] = {}
         self._answer: Pending | None = None
         self.vamp = ModelledWorker(self.model) if settings.of(self.vllm_config) else None
+        offloads = self.vllm_config.kv_transfer_config is not None
+        rates = self.model.block_bytes, self.model.link, self.model.load_start_s
+        self.copies = ModelledCopies(*rates) if offloads else None
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -288,15 +294,22 @@ class ModelledExecutor(Executor):
         if self.vamp is not None:
             now = self.vamp.obey(scheduler_output, now, before)
             self.clock.until(now)
+        if self.copies is not None:
+            now = self.copies.begin(scheduler_output.kv_connector_metadata, now)
+            self.clock.until(now)
         prompt, decode, context, output = self._run(scheduler_output)
         level = self.vamp.level if self.vamp else 0
         if prompt + decode:
             seconds = self.model.step_s(prompt, decode, context, level, self.region and level > 0)
             self._free_at = max(now, before) + seconds
+        at = self._free_at
+        if self.copies is not None:
+            at = at if prompt + decode else self.copies.until(now)
+            output.kv_connector_output = self.copies.ended(at)
         report = self.vamp.take_report() if self.vamp else None
         if report is not None:
             output = put_report(output, report)
-        self._answer = Pending(self.clock, self._free_at, output)
+        self._answer = Pending(self.clock, at, output)
         if prompt + decode:
             return Pending(self.clock, now, None) if non_block else None
         return self._answer if non_block else self._answer.result()

@@ -80,6 +80,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--policy", default="paper", help="policy profile of arms whose kind names none")
     parser.add_argument("--kv-gib", type=float, default=8.02)
     parser.add_argument("--upper-gib", type=float, default=40.0)
+    parser.add_argument("--host-kv-gib", type=float, default=40.0)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of StepModel")
     parser.add_argument("--engine-arg", nargs="*", default=[], metavar="KEY=VALUE")
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         random_weights=True,
         kv_bytes=int(arguments.kv_gib * GIB),
         upper_bytes=int(arguments.upper_gib * GIB),
-        host_kv_gib=0.0,
+        host_kv_gib=arguments.host_kv_gib,
         max_ratio=0.25,
         max_model_len=workload.max_model_len,
         max_num_seqs=128,
@@ -122,8 +123,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         vamp={"hardware": "h200", **parse_engine_args(arguments.vamp_arg)},
     )
     clock, rows = Clock(), []
-    for name in ("plain", "vamp"):
-        mine = [arm for arm in arms if arm.vamp is (name == "vamp")]
+    for name in ("plain", "offload", "vamp", "spill"):
+        mine = [arm for arm in arms if arm.kind in PARTS[name].arms]
         if not mine:
             continue
         engine = ModelledEngine(PARTS[name], machine, model, clock)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,6 +33,8 @@ LEAST_MOVE_S = 1e-4
 RETRY_S = 5.0
 # Levels that seem worth their price are asked for this part of the pool ahead of what is used of them.
 AHEAD = 16
+# Actions by which an allocation does without the tail that is about to go back.
+DOES_WITHOUT = (Action.EVICT, Action.SPILL)
 
 
 class Arbiter:
@@ -74,7 +76,7 @@ class Arbiter:
         self.max_move_s = max_move_s
         self._level_s = self.swap_s = max_move_s
         self._no_moves_until = 0.0
-        self.last_move_at = time.monotonic()
+        self.last_growth_at = time.monotonic()
         self.measured: Measured | None = None
         pool.on_evict = self._evicted
 
@@ -101,9 +103,12 @@ class Arbiter:
             return
         self._refill()
         if self._wanted_levels and self.pool.cordon_limit is None:
-            # How long a level takes is known from the last move; before that one moves at a time.
-            most = max(1, int(self.max_move_s / self._level_s))
-            self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, most))
+            self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, self.most_levels))
+
+    @property
+    def most_levels(self) -> int:
+        """Levels that one move may take. How long one takes is known from the last move; before that, one."""
+        return max(1, int(self.max_move_s / self._level_s))
 
     def _refill(self) -> None:
         """A move that failed has left the reserve short; try again when its time has come."""
@@ -144,10 +149,12 @@ class Arbiter:
         if move.kind is MoveKind.SWAP:
             self._swapped(move, outcome)
             return
-        self.last_move_at = time.monotonic()
+        now = time.monotonic()
+        if move.kind is MoveKind.OFFLOAD or not outcome.ok:
+            self.last_growth_at = now
         if not outcome.ok:
             logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
-            self._no_moves_until, self._wanted_levels = self.last_move_at + RETRY_S, 0
+            self._no_moves_until, self._wanted_levels = now + RETRY_S, 0
             return
         # Beside steps, most of a move is waiting for one, which takes no longer for more levels.
         beside = self.controller.capacity is not None and self.controller.capacity.beside_steps
@@ -218,15 +225,32 @@ class Arbiter:
         clean = len(blocks := self.pool.clean(fresh, hits))
         if fresh <= clean:
             return need
-        self._lift_idle_cordon()
-        situation = self._situation(fresh - clean, clean, hits, request, running)
-        if self.measured is None:
-            decision = decide(situation, self.costs.parameters)
-        else:
-            decision = self.measured.decide(situation, blocks, hits)
+        decision = self._decide(fresh, blocks, hits, request, running)
+        keep = self.measured is not None and decision.action in DOES_WITHOUT
+        if self.pool.cordon_limit is not None and not keep:
+            # Pressure is back before the tail was given away: keep it.
+            self.pool.lift_cordon()
+            clean = len(blocks := self.pool.clean(fresh, hits))
+            if fresh <= clean:
+                return need
+            decision = self._decide(fresh, blocks, hits, request, running)
+        if self.measured is not None:
             self._aim(self.measured)
         self.journal.decided(decision)
         return self._carry_out(decision, need)
+
+    def _decide(
+        self,
+        fresh: int,
+        clean: Sequence[KVCacheBlock],
+        hits: Collection[KVCacheBlock],
+        request: Any,
+        running: bool,
+    ) -> Decision:
+        situation = self._situation(fresh - len(clean), len(clean), hits, request, running)
+        if self.measured is None:
+            return decide(situation, self.costs.parameters)
+        return self.measured.decide(situation, clean, hits)
 
     def _carry_out(self, decision: Decision, need: int) -> int:
         if decision.levels:
@@ -253,11 +277,6 @@ class Arbiter:
         ahead = controller.reserve_target + max(1, controller.pool_blocks // AHEAD) - unused
         if ahead > 0 and (levels := measured.aim(level, blocks_at)) > 0:
             self.want(min(levels, math.ceil(ahead / max(capacity.blocks_per_level, 1))))
-
-    def _lift_idle_cordon(self) -> None:
-        """Pressure is back before the tail was given away: keep it."""
-        if self.pool.cordon_limit is not None:
-            self.pool.lift_cordon()
 
     def _situation(
         self, missing: int, clean: int, hits: Collection[KVCacheBlock], request: Any, running: bool
@@ -288,6 +307,7 @@ class Arbiter:
             running=running,
             copied=self._copied(missing, clean, hits),
             load_block_s=self.load_block_s,
+            held_blocks=self.pool.held_blocks,
         )
 
     def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:

@@ -58,7 +58,7 @@ def forget(scheduler: Any) -> None:
     """Start the window of the hit rate, the dwell and measurements anew; the journal goes on."""
     arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
     arbiter.hit_rate = arbiter.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
-    arbiter.last_move_at = time.monotonic()
+    arbiter.last_growth_at = time.monotonic()
     scheduler.measure()
 
 

@@ -226,7 +226,9 @@ class Measured:
             for group in sorted(self.facts.layout.attention | self.facts.layout.state):
                 for block in self.pool.get_cached_block(block_hash, [group]) or ():
                     blocks[block.block_id] = Part(group, (place + 1) * tokens)
-        self.measurements.chains.rest(time.monotonic(), hashes, blocks, request.request_id)
+        now = time.monotonic()
+        self.measurements.released(now, len(blocks))
+        self.measurements.chains.rest(now, hashes, blocks, request.request_id)
 
     def _hashes(self, request: Any) -> Sequence[Any]:
         # Hashes are chained: the last of a block names all before it.
@@ -276,14 +278,14 @@ class Measured:
         return self.measurements.target(now, level, capacity, blocks_at) - level
 
     def decide_restore(
-        self, situation: RestoreSituation, level: int, cached_tail: Collection[int]
+        self, situation: RestoreSituation, level: int, levels: int, cached_tail: Collection[int]
     ) -> RestoreDecision:
-        """Whether a level goes back; ``cached_tail`` are the cached blocks that would go with it."""
+        """Whether ``levels`` go back from ``level``, as one, and with them the cached blocks ``cached_tail``."""
         now, measurements, tail = time.monotonic(), self.measurements, set(cached_tail)
         capacity = self.pool.num_gpu_blocks
         on_host = self._on_host if situation.copied_blocks else None
 
-        def saving(levels: int) -> float:
+        def saving(_: int) -> float:
             return -measurements.offload_price(now, capacity, level, level - levels)
 
         def loss(blocks: int, cached: int) -> float:

@@ -116,6 +116,11 @@ class VampBlockPool(BlockPool):
                 self._park(block)
 
     @property
+    def held_blocks(self) -> int:
+        """Blocks that requests hold; one more is vLLM's null block."""
+        return self.num_gpu_blocks - self.get_num_free_blocks() - len(self.parked) - 1
+
+    @property
     def cordoned_free(self) -> bool:
         """Whether every cordoned block is parked, so that nothing refers to the tail."""
         return self.cordon_limit is not None and len(self.parked) == self.num_gpu_blocks - self.cordon_limit

@@ -16,6 +16,8 @@ from vamp_runtime.policy.restore import RestoreSituation, decide_restore
 
 # Looking costs a walk over the free blocks, so not in every step.
 LOOK_EVERY_S = 0.25
+# Levels that go back together where so many should; otherwise one.
+MOST_LEVELS = 8
 
 
 class Shrinker:
@@ -78,25 +80,29 @@ class Shrinker:
         if controller.level == 0 or controller.moving or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
-        situation = self._situation(waiting, now)
-        if arbiter.measured is None:
-            decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
-        else:
-            cached = {block.block_id for block in self._free_tail() if block.block_hash is not None}
-            decision = arbiter.measured.decide_restore(situation, controller.level, cached)
-        if decision.levels:
-            self.restore(decision.levels)
+        most = min(MOST_LEVELS, arbiter.most_levels, controller.level)
+        for levels in sorted({1, most}, reverse=True):
+            situation = self._situation(levels, waiting, now)
+            if arbiter.measured is None:
+                decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
+            else:
+                cached = {block.block_id for block in self._leaving(levels) if block.block_hash is not None}
+                decision = arbiter.measured.decide_restore(situation, controller.level, levels, cached)
+            if decision.levels:
+                self.restore(levels)
+                return
 
-    def _situation(self, waiting: int, now: float) -> RestoreSituation:
+    def _situation(self, levels: int, waiting: int, now: float) -> RestoreSituation:
+        """With so many levels as one."""
         arbiter, controller = self.arbiter, self.arbiter.controller
         capacity = controller.capacity
         assert capacity is not None
-        tail, free = self._tail(), self._free_tail()
+        tail, free = self._tail(levels), self._leaving(levels)
         cached = [block for block in free if block.block_hash is not None]
         ages = [now - arbiter.pool.freed_at.get(block.block_id, now) for block in cached]
         return RestoreSituation(
             level=1,
-            shards_per_group=capacity.group,
+            shards_per_group=levels * capacity.group,
             experts=capacity.experts,
             blocks_per_level=max(len(tail), 1),
             # Levels whose blocks never joined the pool, or have left it already, go back for nothing.
@@ -106,20 +112,22 @@ class Shrinker:
             cached_age_s=min(ages, default=0.0),
             r_hit=arbiter.r_hit(now),
             waiting_requests=waiting,
-            since_last_move_s=now - arbiter.last_move_at,
+            since_growth_s=now - arbiter.last_growth_at,
             moving=controller.moving,
             copied_blocks=sum(map(arbiter.host_holds, cached)),
             load_block_s=arbiter.load_block_s,
         )
 
-    def _tail(self) -> list[KVCacheBlock]:
-        """What leaves with a level, whatever the free queue would hand out next."""
-        limit = self.arbiter.controller.restore_limit(1)
+    def _tail(self, levels: int) -> list[KVCacheBlock]:
+        """What leaves with so many levels, whatever the free queue would hand out next."""
+        limit = self.arbiter.controller.restore_limit(levels)
         tail: list[KVCacheBlock] = self.arbiter.pool.blocks[min(limit, self.arbiter.controller.pool_blocks) :]
         return tail
 
-    def _free_tail(self) -> list[KVCacheBlock]:
-        return [block for block in self._tail() if block.ref_cnt == 0]
+    def _leaving(self, levels: int) -> list[KVCacheBlock]:
+        """Of the tail, the free blocks; by the measured policy all, since a cordon waits for the others."""
+        tail = self._tail(levels)
+        return [block for block in tail if self.arbiter.measured is not None or block.ref_cnt == 0]
 
     def _exercise(self) -> None:
         """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""

@@ -17,7 +17,8 @@ class Action(enum.Enum):
     At equal cost blocks that an earlier move has left over are taken first; else the first in this order
     wins, because it moves the least state: evicting only drops hashes, and a level can still be given later;
     spilling is evicting where host memory holds copies; combined moves fewer levels than expanding; waiting
-    moves the same levels and delays a request; preempting throws away the computed state of a request that is
+    moves the same levels and delays a request; queueing leaves a request that is not admitted yet where it
+    is, until others give their blocks back; preempting throws away the computed state of a request that is
     being served.
     """
 
@@ -26,6 +27,7 @@ class Action(enum.Enum):
     COMBINED = "combined"
     EXPAND = "expand"
     WAIT = "wait"
+    QUEUE = "queue"
     PREEMPT = "preempt"
 
 
@@ -64,6 +66,7 @@ class Situation:
         copied: for each of the first ``needed_blocks`` candidates, in the order of eviction, whether host
             memory holds a copy of it; empty where the engine keeps none (no KV offloading).
         load_block_s: seconds to copy one block from host memory, where it keeps some.
+        held_blocks: blocks that admitted requests hold.
     """
 
     needed_blocks: int
@@ -85,6 +88,7 @@ class Situation:
     running: bool
     copied: tuple[bool, ...] = ()
     load_block_s: float = 0.0
+    held_blocks: int = 0
 
     def __post_init__(self) -> None:
         assert self.needed_blocks > 0 and self.blocks_per_level > 0 and self.shards_per_group > 0
@@ -166,6 +170,9 @@ class Prices(Protocol):
     def combined(self, levels: int, blocks: int) -> float:
         """Levels, and blocks evicted for the rest."""
 
+    def queue(self) -> float | None:
+        """Leaving a request in the queue until so many blocks are free; None where that is no answer."""
+
     def preempt(self) -> float:
         """Preempting a request for the missing blocks."""
 
@@ -192,6 +199,9 @@ class PaperPrices:
         s, shards, tokens = self.s, levels * self.s.shards_per_group, self._tokens(blocks)
         return combined_cost(shards, s.experts, tokens, s.evictable_age_s, s.r_hit, self.parameters)
 
+    def queue(self) -> float | None:
+        return None
+
     def preempt(self) -> float:
         return preempt_cost(self.s.needed_blocks, self.s.partial_tokens, self.parameters)
 
@@ -213,6 +223,7 @@ def decide_by(situation: Situation, prices: Prices, parameters: CostParameters) 
         _combined(situation, prices, expansion),
         _expand(situation, prices, expansion),
         _wait(situation, prices, expansion),
+        *_queue(situation, prices),
         _preempt(situation, prices),
     )
     feasible = [option for option in options if option.infeasible is None]
@@ -324,6 +335,15 @@ def _wait(s: Situation, prices: Prices, expansion: _Expansion) -> _Option:
     elif bound[0] is Bound.MAX_LEVEL:
         reason = bound[1]
     return _Option(Action.WAIT, prices.offload(levels), reason, levels)
+
+
+def _queue(s: Situation, prices: Prices) -> tuple[_Option, ...]:
+    cost = prices.queue()
+    if cost is None:
+        return ()
+    others = not s.running and s.can_preempt and s.held_blocks > 0
+    reason = None if others else "only a request that waits while others hold the blocks"
+    return (_Option(Action.QUEUE, cost, reason),)
 
 
 def _preempt(s: Situation, prices: Prices) -> _Option:

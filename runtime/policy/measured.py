@@ -30,6 +30,8 @@ class MeasuredParameters:
         fairness_s: seconds that a request may be passed over by others whose prefix is still there.
         miss_weight: seconds of reading experts, spread over all steps, that weigh as much as one of computing
             what was missed, which comes at once and before a first token.
+        copied_miss_weight: the same where host memory keeps copies of the KV cache: what is missed then is
+            what those have no room for either.
 
     Raises:
         ConfigError: the bounds of the horizon are the wrong way round.
@@ -42,6 +44,7 @@ class MeasuredParameters:
     min_lookups: int
     fairness_s: float
     miss_weight: float = 1.0
+    copied_miss_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.horizon_min_s > self.horizon_max_s:
@@ -163,12 +166,13 @@ def eviction_s(
     overhead_s: float,
     load_block_s: float = 0.0,
 ) -> float:
-    """Expected time to get back what is evicted."""
-    return sum(
-        times.chance(max(0.0, now_s - loss.used_at)) * (back_s(loss, t_prefill_s, load_block_s) + overhead_s)
-        for loss in lost
-        if loss.tokens
-    )
+    """Expected time to get back what is evicted; ``overhead_s`` where some of it must be computed."""
+
+    def once(loss: Loss) -> float:
+        loaded_whole = loss.loadable == loss.tokens and loss.loads * load_block_s < loss.tokens * t_prefill_s
+        return back_s(loss, t_prefill_s, load_block_s) + (0.0 if loaded_whole else overhead_s)
+
+    return sum(times.chance(max(0.0, now_s - loss.used_at)) * once(loss) for loss in lost if loss.tokens)
 
 
 def preempt_s(lost_tokens: int, t_prefill_s: float, overhead_s: float) -> float:

@@ -44,5 +44,8 @@ class MeasuredPrices:
     def combined(self, levels: int, blocks: int) -> float:
         return self.offload(levels) + self.evict(blocks)
 
+    def queue(self) -> float | None:
+        return self.measurements.queue_price(self.now_s, self.needed)
+
     def preempt(self) -> float:
         return self.measurements.preempt_price(self.needed, self.partial_tokens)

@@ -31,6 +31,8 @@ ANEW_EVERY_S = 0.25
 BESIDE_LOOKUPS = 16
 # Lookups that missed something after which what they loaded counts half.
 LOADED_HALF_LIFE = 100.0
+# Blocks that requests have given back are remembered for so many seconds.
+RELEASED_S = 10.0
 
 
 class Measurements:
@@ -56,6 +58,7 @@ class Measurements:
         self.chains = Chains(layout, MOST_CHAINS, times.ended)
         self._awaited: Set[Chain] = frozenset()
         self._distances = ReuseDistances(window_s)
+        self._released: deque[tuple[float, int]] = deque()
         self._beside: deque[int] = deque(maxlen=BESIDE_LOOKUPS)
         self._forget_s = max(window_s, parameters.horizon_max_s)
         self._curve: tuple[float, HitCurve] | None = None
@@ -110,6 +113,10 @@ class Measurements:
 
     def lost(self, block: int) -> None:
         self.chains.lost(block)
+
+    def released(self, now_s: float, blocks: int) -> None:
+        """A request has ended and given back so many blocks."""
+        self._released.append((now_s, blocks))
 
     def pressed(self, now_s: float) -> None:
         """An allocation found too few blocks without cached content."""
@@ -178,12 +185,11 @@ class Measurements:
         host memory holds too, those that they are loaded with cost no more than the load.
         """
         lost = self.chains.loss_of(victims, on_host)
-        tokens, prefill_s = sum(loss.tokens for loss in lost), self.cost.t_prefill_s
+        tokens, miss_s = sum(loss.tokens for loss in lost), self._miss_s
         if not tokens:
             return 0.0
-        token_s = sum(back_s(loss, prefill_s, self.load_block_s) for loss in lost) / tokens
-        token_s += token_s / prefill_s * self._read_token_s(now_s, capacity, level)
-        token_s *= self.parameters.miss_weight
+        token_s = sum(back_s(loss, miss_s, self.load_block_s) for loss in lost) / tokens
+        token_s *= 1 + self._read_token_s(now_s, capacity, level) / self.cost.t_prefill_s
         cured = self.cured(now_s, capacity, capacity, capacity + len(victims), token_s)
         return self._now_lost(now_s, lost) if cured is None else cured
 
@@ -210,9 +216,25 @@ class Measurements:
         levels, steps_per_s = (min(before, top), min(after, top)), self._reads.steps_per_s
         return offload_s(step_s, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
 
+    def queue_price(self, now_s: float, blocks: int) -> float | None:
+        """A request that waits until others have given back ``blocks``; None without copies in host memory.
+
+        Its wait holds up nobody else. But without copies, blocks that it takes from the experts now are those
+        in which the next prefixes are kept.
+        """
+        if not self.load_block_s:
+            return None
+        while self._released and now_s - self._released[0][0] > RELEASED_S:
+            self._released.popleft()
+        given = sum(count for _, count in self._released)
+        return blocks * RELEASED_S / given if given else None
+
     def preempt_price(self, blocks: int, partial_tokens: int) -> float:
+        """A running request computes what it loses again; with copies in host memory only its last block."""
+        if self.load_block_s:
+            return blocks * self.load_block_s + preempt_s(partial_tokens, self._miss_s, overhead(self.cost))
         lost = blocks * self.chains.layout.block_tokens + partial_tokens
-        return self.parameters.miss_weight * preempt_s(lost, self.cost.t_prefill_s, overhead(self.cost))
+        return preempt_s(lost, self._miss_s, self._overhead_s)
 
     def target(self, now_s: float, level: int, capacity: int, blocks_at: Sequence[int]) -> int:
         """The level worth going up to from ``level``, with ``capacity`` blocks now; ``level`` where none is.
@@ -245,12 +267,15 @@ class Measurements:
         return cured_s(curve, capacity, before, after, token_s, self.horizon_s(now_s))
 
     def missed_token_s(self, now_s: float, capacity: int, level: int) -> float:
-        """What a token that was there once weighs at ``level``: seconds of prefill, or its part of a load."""
-        layout, prefill_s = self.chains.layout, self.cost.t_prefill_s
-        copy_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, prefill_s)
-        loaded = self._loaded / self._missed if self._missed else 0.0
-        prefill_s += self._read_token_s(now_s, capacity, level)
-        return self.parameters.miss_weight * (loaded * copy_s + (1 - loaded) * prefill_s)
+        """What a token that was there once weighs at ``level``: seconds of prefill, or its part of a load.
+
+        Where host memory keeps copies, whatever is missed counts as loaded until something was not.
+        """
+        layout, miss_s = self.chains.layout, self._miss_s
+        copy_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, miss_s)
+        loaded = self._loaded / self._missed if self._missed else float(self.load_block_s > 0)
+        miss_s *= 1 + self._read_token_s(now_s, capacity, level) / self.cost.t_prefill_s
+        return loaded * copy_s + (1 - loaded) * miss_s
 
     def curve(self, now_s: float) -> HitCurve:
         """What capacity hits, from the lookups of the window."""
@@ -276,5 +301,18 @@ class Measurements:
         return self._read_s[1]
 
     def _now_lost(self, now_s: float, lost: Sequence[Loss]) -> float:
-        rates = self.cost.t_prefill_s, overhead(self.cost), self.load_block_s
-        return self.parameters.miss_weight * eviction_s(lost, self.times, now_s, *rates)
+        rates = self._miss_s, self._overhead_s, self.load_block_s
+        return eviction_s(lost, self.times, now_s, *rates)
+
+    @property
+    def _miss_s(self) -> float:
+        """What computing a missed token weighs. A load from host memory stops nobody: it weighs itself."""
+        return self._weight * self.cost.t_prefill_s
+
+    @property
+    def _overhead_s(self) -> float:
+        return self._weight * overhead(self.cost)
+
+    @property
+    def _weight(self) -> float:
+        return self.parameters.copied_miss_weight if self.load_block_s else self.parameters.miss_weight

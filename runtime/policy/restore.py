@@ -24,7 +24,7 @@ class RestoreSituation:
         cached_age_s: seconds since these were last used.
         r_hit: prefix-cache hit rate, 0 to 1.
         waiting_requests: requests that wait for admission or were preempted.
-        since_last_move_s: seconds since the last move in either direction was published.
+        since_growth_s: seconds since the last levels went to the KV cache, or a move failed.
         moving: a move is under way.
         copied_blocks: those of ``cached_blocks`` that host memory holds a copy of.
         load_block_s: seconds to copy one block from host memory.
@@ -40,7 +40,7 @@ class RestoreSituation:
     cached_age_s: float
     r_hit: float
     waiting_requests: int
-    since_last_move_s: float
+    since_growth_s: float
     moving: bool
     copied_blocks: int = 0
     load_block_s: float = 0.0
@@ -122,8 +122,8 @@ def _hold(s: RestoreSituation, restore: RestoreParameters) -> str | None:
         return "a move is under way"
     if s.waiting_requests:
         return f"{s.waiting_requests} requests wait"
-    if s.since_last_move_s < restore.min_dwell_s:
-        return f"last move {s.since_last_move_s:.6g} s ago, dwell {restore.min_dwell_s:.6g} s"
+    if s.since_growth_s < restore.min_dwell_s:
+        return f"grown {s.since_growth_s:.6g} s ago, dwell {restore.min_dwell_s:.6g} s"
     if s.blocks_per_level > s.clean_blocks + s.cached_blocks:
         return "too few free blocks for one level"
     return None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vamp_runtime.policy.decide import Action, Bound, Decision, Situation, decide, describe
+from vamp_runtime.policy.decide import (
+    Action,
+    Bound,
+    Decision,
+    PaperPrices,
+    Situation,
+    decide,
+    decide_by,
+    describe,
+)
 from vamp_runtime.policy.parameters import CostParameters
 
 # Powers of two, so that sums and ties are exact: t_overhead = 0.5 s, one shard over the horizon = 1/32 s.
@@ -295,8 +304,8 @@ def test_the_cheapest_feasible_action_wins(situation: Situation, parameters: Cos
     decision = decide(situation, parameters)
     feasible = [r for r in decision.rejected if r.infeasible is None]
     assert all(decision.cost_s <= r.cost_s for r in feasible)
-    assert {decision.action} | {r.action for r in decision.rejected} == set(Action)
-    assert len(decision.rejected) == len(Action) - 1
+    assert {decision.action} | {r.action for r in decision.rejected} == set(Action) - {Action.QUEUE}
+    assert len(decision.rejected) == len(Action) - 2
     assert "\n" not in describe(decision)
 
 
@@ -342,5 +351,32 @@ def test_copies_make_eviction_cheaper_and_nothing_dearer(
     copied = data.draw(st.lists(st.booleans(), max_size=situation.needed_blocks))
     hosted = replace(situation, copied=tuple(copied), load_block_s=load_block_s)
     before, after = costs(decide(situation, parameters)), costs(decide(hosted, parameters))
-    assert all(after[action] <= before[action] for action in Action)
+    assert all(after[action] <= before[action] for action in before)
     assert after[Action.EVICT] == before[Action.EVICT]
+
+
+@dataclass(frozen=True)
+class Queueing(PaperPrices):
+    """The paper's prices where a request may also wait for others, at a price."""
+
+    wait_s: float | None = 0.001
+
+    def queue(self) -> float | None:
+        return self.wait_s
+
+
+def test_a_waiting_request_stays_in_the_queue_where_that_is_cheaper_than_levels() -> None:
+    held = replace(S, evictable_blocks=0, evictable_tokens=0, can_preempt=True, running=False, held_blocks=9)
+    decision = decide_by(held, Queueing(held, P), P)
+    assert decision.action is Action.QUEUE
+    assert decision.levels == decision.take_blocks == decision.evict_blocks == 0
+    dear = decide_by(held, Queueing(held, P, wait_s=1e6), P)
+    assert dear.action is not Action.QUEUE and costs(dear)[Action.QUEUE] == 1e6
+    for other in (
+        replace(held, running=True),
+        replace(held, can_preempt=False),
+        replace(held, held_blocks=0),
+    ):
+        found = decide_by(other, Queueing(other, P), P)
+        assert found.action is not Action.QUEUE
+        assert "while others hold the blocks" in (reason(found, Action.QUEUE) or "")

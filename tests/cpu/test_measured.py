@@ -140,6 +140,9 @@ def test_eviction_is_a_chance_and_preemption_certain() -> None:
     assert eviction_s(half, reuse, 9.0, T_PREFILL_S, 0.1, slow) == eviction_s(
         lost, reuse, 9.0, T_PREFILL_S, 0.1
     )
+    # A load waits for no prefill step.
+    whole = [Loss(5440, used_at=9.0, loadable=5440, loads=10)]
+    assert eviction_s(whole, reuse, 9.0, T_PREFILL_S, 0.1, quick) == pytest.approx(0.5 * 10 * quick)
     assert preempt_s(5440, T_PREFILL_S, 0.1) == pytest.approx(5440 * T_PREFILL_S + 0.1)
 
 

@@ -11,7 +11,7 @@ from vamp_runtime.policy.chains import Layout, Part
 from vamp_runtime.policy.decide import Action, Situation, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters
 from vamp_runtime.policy.measured_prices import MeasuredPrices
-from vamp_runtime.policy.measurements import Measurements
+from vamp_runtime.policy.measurements import RELEASED_S, Measurements
 from vamp_runtime.policy.parameters import CostParameters
 from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
@@ -161,7 +161,7 @@ def test_what_host_memory_holds_costs_its_load() -> None:
     lost = measurements.eviction_price(10.0, {last}, 1288, 0, lambda block: block != last)
     assert lost == measurements.eviction_price(10.0, {last}, 1288, 0)
     held = measurements.eviction_price(10.0, {last}, 1288, 0, lambda block: True)
-    assert held == pytest.approx(chance * (prefill_s * 100 / 99 / 4 + 0.101))
+    assert held == pytest.approx(chance * prefill_s * 100 / 99 / 4)
     assert measurements.tail_price(10.0, {last}, 24, 1288, 0, lambda block: True) == pytest.approx(held)
 
 
@@ -265,3 +265,44 @@ def test_the_horizon_follows_the_pressure() -> None:
     assert measurements.horizon_s(99.0) == 99 and measurements.horizon_s(200.0) == 10
     measurements.pressed(200.0)
     assert measurements.horizon_s(205.0) == 10
+
+
+def test_a_queue_has_a_price_where_host_memory_keeps_copies() -> None:
+    measurements = make()
+    measurements.released(1.0, 50)
+    assert measurements.queue_price(5.0, 20) is None, "blocks are worth having for those who come back"
+    measurements.load_block_s = 1e-4
+    measurements.released(4.0, 50)
+    assert measurements.queue_price(5.0, 20) == pytest.approx(20 / (100 / RELEASED_S))
+    assert measurements.queue_price(12.0, 20) == pytest.approx(20 / (50 / RELEASED_S))
+    assert measurements.queue_price(15.0, 20) is None, "nobody gives anything back"
+
+
+def test_with_copies_what_is_preempted_is_loaded_again_but_for_its_last_block() -> None:
+    measurements = make()
+    whole = measurements.preempt_price(10, 100)
+    measurements.load_block_s = 1e-4
+    copied = measurements.preempt_price(10, 100)
+    assert copied == pytest.approx(1e-3 + 100 / 84_000 + 0.101)
+    assert whole == pytest.approx((10 * 544 + 100) / 84_000 + 0.101)
+
+
+def test_a_miss_counts_as_loaded_until_something_was_not() -> None:
+    measurements = make()
+    computed = measurements.missed_token_s(0.0, 1288, 0)
+    measurements.load_block_s = 1e-5
+    loaded = measurements.missed_token_s(0.0, 1288, 0)
+    assert loaded == pytest.approx(1e-5 / 544) and loaded < computed / 100
+    now = take_turns(measurements, sessions=20)
+    assert measurements.missed_token_s(now, 1288, 0) == pytest.approx(computed, rel=0.2)
+
+
+def test_a_miss_weighs_as_much_as_the_profile_says_and_less_with_copies() -> None:
+    measurements = make()
+    plain = measurements.preempt_price(10, 0)
+    measurements.parameters = replace(PARAMETERS, miss_weight=8.0, copied_miss_weight=2.0)
+    assert measurements.preempt_price(10, 0) == pytest.approx(8 * plain)
+    once = measurements.missed_token_s(0.0, 1288, 0)
+    measurements.load_block_s = 1e9  # so long that all is computed
+    measurements.parameters = replace(PARAMETERS, miss_weight=8.0, copied_miss_weight=2.0)
+    assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(once / 4)

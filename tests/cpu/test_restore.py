@@ -35,7 +35,7 @@ S = RestoreSituation(
     cached_age_s=0.0,
     r_hit=0.25,
     waiting_requests=0,
-    since_last_move_s=10.0,
+    since_growth_s=10.0,
     moving=False,
 )
 
@@ -90,7 +90,7 @@ def test_only_free_blocks_can_go() -> None:
         ({"level": 0}, "every expert is in HBM"),
         ({"moving": True}, "a move is under way"),
         ({"waiting_requests": 2}, "2 requests wait"),
-        ({"since_last_move_s": 9.5}, "last move 9.5 s ago, dwell 10 s"),
+        ({"since_growth_s": 9.5}, "grown 9.5 s ago, dwell 10 s"),
         ({"cached_blocks": 3}, "too few free blocks for one level"),
         ({"r_hit": 1.0}, "the cached blocks are worth more"),
     ],
@@ -113,7 +113,7 @@ def test_why_not(change: dict[str, float], reason: str) -> None:
         cached_age_s=st.floats(0, 100),
         r_hit=st.floats(0, 1),
         waiting_requests=st.integers(0, 1),
-        since_last_move_s=st.floats(0, 20),
+        since_growth_s=st.floats(0, 20),
         moving=st.booleans(),
         load_block_s=st.floats(0, 1),
     ),
@@ -127,6 +127,6 @@ def test_levels_pay_and_are_there(situation: RestoreSituation, dead_zone: float)
     if decision.levels:
         assert decision.saving_s > dead_zone * decision.loss_s
         assert situation.waiting_requests == 0 and not situation.moving
-        assert situation.since_last_move_s >= 10.0
+        assert situation.since_growth_s >= 10.0
         blocks = situation.clean_blocks + situation.cached_blocks
         assert decision.levels * situation.blocks_per_level <= blocks

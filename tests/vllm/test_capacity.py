@@ -66,5 +66,5 @@ def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
     arbiter.want(1)
     arbiter.command()
     arbiter.settle(Report(outcome=Outcome(1, True, 1, 12, 1, 0, 0.001, "")))
-    situation = Shrinker(arbiter, settings)._situation(0, arbiter.last_move_at + 1e3)
+    situation = Shrinker(arbiter, settings)._situation(1, 0, arbiter.last_growth_at + 1e3)
     assert decide_restore(situation, costs.parameters, costs.restore).levels == 1

@@ -44,6 +44,7 @@ from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.boundary import MoveKind, Outcome
 from vamp_runtime.policy.chains import Layout
+from vamp_runtime.policy.restore import RestoreDecision
 
 pytestmark = pytest.mark.vllm
 
@@ -277,6 +278,18 @@ def with_arbiter(bench: Bench, levels: Sequence[int], level: int = 0) -> Arbiter
     return arbiter
 
 
+def measured(arbiter: Arbiter) -> Arbiter:
+    """The same arbiter by the measured policy."""
+    chosen = VampSettings(policy="measured", model="tiny-qwen3-next")
+    arbiter.costs = engine_costs(chosen, SimpleNamespace(num_hidden_layers=TinyShape().layers))
+    layout = Layout(BLOCK, frozenset({0}), frozenset())
+    facts = EngineFacts(
+        layout, top_k=2, bandwidth=1e9, layers=4, staged=False, step_tokens=64, prefill_share=1.0
+    )
+    arbiter.measure(lambda: facts)
+    return arbiter
+
+
 @pytest.fixture
 def shrinking() -> Callable[[float], tuple[Bench, Shrinker, int]]:
     """A request has ended whose last block, in the tail of level 1, is being stored; a restore has begun."""
@@ -336,14 +349,7 @@ def test_evicting_what_host_memory_holds_is_a_spill() -> None:
 def test_the_measured_policy_spills_too() -> None:
     bench = Bench(blocks=4)
     arbiter = with_arbiter(bench, (4,))
-    chosen = VampSettings(policy="measured", model="tiny-qwen3-next")
-    arbiter.costs = engine_costs(chosen, SimpleNamespace(num_hidden_layers=TinyShape().layers))
-    layout = Layout(BLOCK, frozenset({0}), frozenset())
-    facts = EngineFacts(
-        layout, top_k=2, bandwidth=1e9, layers=4, staged=False, step_tokens=64, prefill_share=1.0
-    )
-    arbiter.measure(lambda: facts)
-    assert arbiter.measured is not None
+    assert measured(arbiter).measured is not None
     blocks = bench.serve(range(48), 3)
     served = bench.request(range(48))
     served.num_computed_tokens = 48
@@ -372,8 +378,57 @@ def test_a_restore_takes_copied_blocks_for_what_their_load_costs() -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12), level=1)
     assert min(block.block_id for block in bench.serve(range(48), 3)) >= 8, "grown blocks go first"
-    situation = Shrinker(arbiter, SETTINGS)._situation(0, arbiter.last_move_at + 1e3)
+    situation = Shrinker(arbiter, SETTINGS)._situation(1, 0, arbiter.last_growth_at + 1e3)
     assert situation.cached_blocks == situation.copied_blocks == 3
     bench.connector.reset_cache()
-    situation = Shrinker(arbiter, SETTINGS)._situation(0, arbiter.last_move_at + 1e3)
+    situation = Shrinker(arbiter, SETTINGS)._situation(1, 0, arbiter.last_growth_at + 1e3)
     assert (situation.cached_blocks, situation.copied_blocks) == (3, 0)
+
+
+def test_a_spill_does_without_the_tail_that_is_about_to_go_back() -> None:
+    bench = Bench(blocks=8)
+    arbiter = measured(with_arbiter(bench, (8, 12), level=1))
+    assert arbiter.measured is not None
+    bench.serve(range(10 * BLOCK), 10)
+    served = bench.request(range(10 * BLOCK))
+    served.num_computed_tokens = 10 * BLOCK
+    arbiter.measured.rest(served)
+    bench.pool.cordon(8)
+    request: Any = SimpleNamespace(num_computed_tokens=0)
+    assert arbiter.weigh(7, [], 0, request, running=False) == 7
+    assert set(arbiter.journal.decisions) <= {"evict", "spill"} and bench.pool.cordon_limit == 8
+    # Nothing but the tail has so many.
+    arbiter.weigh(9, [], 0, request, running=False)
+    assert bench.pool.cordon_limit is None
+
+
+@pytest.mark.parametrize("most", [3, 1])
+def test_levels_that_are_all_worth_giving_back_go_together(most: int) -> None:
+    bench = Bench(blocks=8)
+    arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
+    arbiter.max_move_s, arbiter._level_s = 1.0, 1.0 / (most + 0.5)
+    asked: list[int] = []
+
+    def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
+        asked.append(levels)
+        assert situation.blocks_per_level == 4 * levels and level == 3
+        return RestoreDecision(int(levels in (3, 1)), 1.0, 0.0, None)
+
+    arbiter.measured = SimpleNamespace(decide_restore=decide_restore)  # type: ignore[assignment]
+    Shrinker(arbiter, SETTINGS).begin_step(0)
+    assert asked == [most] and bench.pool.num_gpu_blocks == 20 - 4 * most
+    command = arbiter.command()
+    assert command is not None and command.move is not None and command.move.levels == most
+
+
+def test_one_level_goes_back_where_several_should_not() -> None:
+    bench = Bench(blocks=8)
+    arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
+    arbiter.max_move_s, arbiter._level_s = 1.0, 0.1
+
+    def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
+        return RestoreDecision(int(levels == 1), 1.0, 0.0, None)
+
+    arbiter.measured = SimpleNamespace(decide_restore=decide_restore)  # type: ignore[assignment]
+    Shrinker(arbiter, SETTINGS).begin_step(0)
+    assert bench.pool.num_gpu_blocks == 16
