@@ -280,7 +280,7 @@ class Measured:
     def decide_restore(
         self, situation: RestoreSituation, level: int, levels: int, cached_tail: Collection[int]
     ) -> RestoreDecision:
-        """Whether ``levels`` go back from ``level``, as one, and with them the cached blocks ``cached_tail``."""
+        """Whether ``levels`` go back from ``level``, all or none, with the cached blocks ``cached_tail``."""
         now, measurements, tail = time.monotonic(), self.measurements, set(cached_tail)
         capacity = self.pool.num_gpu_blocks
         on_host = self._on_host if situation.copied_blocks else None

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 BENCH = Path(__file__).parents[2] / "bench"
-ARMS = ("vllm", "upper_bound", "vamp_measured_0.25")
+ARMS = ("vllm", "upper_bound", "vamp_measured_0.25", "vllm_host_kv", "vamp_spill_0.25")
 
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("modelled")
     Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(out / "model")
     load = ["--workload", "demo", "--traces", str(BENCH / "traces"), "--sessions", "8", "--measure", "5"]
-    pool = ["--kv-gib", "0.36", "--upper-gib", "2", "--set", "blocks=56", "pages=62"]
+    pool = ["--kv-gib", "0.36", "--upper-gib", "2", "--host-kv-gib", "2", "--set", "blocks=56", "pages=62"]
+    pool += ["--policy", "measured"]
     done = run(out, "--model", str(out / "model"), *load, *pool, "--arms", *ARMS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = map(json.loads, (out / "modelled.jsonl").read_text().splitlines())
@@ -43,13 +44,24 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_vamp_hits_most_of_what_more_memory_would_where_vllm_hits_nothing(
     rows: dict[str, dict[str, Any]],
 ) -> None:
-    plain, upper, vamp = (rows[arm] for arm in ARMS)
+    plain, upper, vamp = (rows[arm] for arm in ARMS[:3])
     assert plain["prefix_hit_rate"] < 0.1 * upper["prefix_hit_rate"]
     assert vamp["prefix_hit_rate"] > 0.8 * upper["prefix_hit_rate"]
     assert vamp["turns_per_s"] > 1.2 * plain["turns_per_s"]
     assert vamp["ttft_s_p90"] < 0.6 * plain["ttft_s_p90"]
     assert 0 < vamp["level_max"] < vamp["model"]["max_level"] and vamp["failed_moves"] == 0
     assert plain["level_max"] == upper["level_max"] == 0
+
+
+def test_copies_in_host_memory_bring_prefixes_back_with_and_without_vamp(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    plain, upper, few, copies, both = (rows[arm] for arm in ARMS)
+    for row in (copies, both):
+        assert row["prefix_hit_rate"] > 0.9 * upper["prefix_hit_rate"]
+        assert row["turns_per_s"] > plain["turns_per_s"]
+    assert both["level_mean"] < 0.5 * few["level_mean"], "what comes back is not worth reading experts for"
+    assert both["decisions_spill"] > 0 and both["failed_moves"] == 0
 
 
 def test_every_row_says_that_it_is_a_prediction(rows: dict[str, dict[str, Any]]) -> None:
