@@ -88,7 +88,7 @@ class Arbiter:
         parameters, capacity = self.costs.measured, self.controller.capacity
         measured = None
         if parameters is not None:
-            host = self.host_holds, self.load_block_s
+            host = self.host_holds, self.load_block_s, self.host_share
             measured = Measured(parameters, self.costs, self.pool, facts(), *host)
         if measured is not None and capacity is not None:
             measured.announce(capacity)
@@ -230,11 +230,12 @@ class Arbiter:
         if self.pool.cordon_limit is not None and not keep:
             # Pressure is back before the tail was given away: keep it.
             self.pool.lift_cordon()
+            self.last_growth_at = time.monotonic()
             clean = len(blocks := self.pool.clean(fresh, hits))
             if fresh <= clean:
                 return need
             decision = self._decide(fresh, blocks, hits, request, running)
-        if self.measured is not None:
+        if self.measured is not None and self.pool.cordon_limit is None:
             self._aim(self.measured)
         self.journal.decided(decision)
         return self._carry_out(decision, need)
@@ -307,7 +308,8 @@ class Arbiter:
             running=running,
             copied=self._copied(missing, clean, hits),
             load_block_s=self.load_block_s,
-            held_blocks=self.pool.held_blocks,
+            # One that has begun, or was loaded from host memory, would wait for itself.
+            held_blocks=0 if request.num_computed_tokens else self.pool.held_blocks,
         )
 
     def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:
@@ -324,6 +326,11 @@ class Arbiter:
     def load_block_s(self) -> float:
         """Seconds to copy one block from host memory; 0 where it keeps none."""
         return 0.0 if self.host_kv is None else self.host_kv.load_block_s
+
+    @property
+    def host_share(self) -> float:
+        """Blocks that host memory has room for, of the pool's; 1 at most, and 0 where it keeps none."""
+        return 0.0 if self.host_kv is None else min(1.0, self.host_kv.host_blocks / self.pool.num_gpu_blocks)
 
     def host_holds(self, block: KVCacheBlock) -> bool:
         """Whether host memory holds the cached content of ``block``."""

@@ -35,11 +35,13 @@ class VampOffloadingConnector(OffloadingConnector):
     Attributes:
         load_block_s: seconds to copy one block from host memory to each rank's device.
         copies_known: whether ``holds`` can tell; otherwise it knows of no copy.
+        host_blocks: blocks that host memory has room for; 0 unless ``copies_known``.
     """
 
     transfers: Transfers
     load_block_s: float
     copies_known: bool
+    host_blocks: int
     _loading: tuple[str, int]
 
     @classmethod
@@ -55,10 +57,15 @@ class VampOffloadingConnector(OffloadingConnector):
         config = connector.scheduler.config
         connector.transfers = Transfers(config.num_workers)
         connector.load_block_s, connector._loading = load_block_s, ("", 0)
-        manager = connector.scheduler.manager
+        manager: Any = connector.scheduler.manager
         # Other managers answer a lookup by fetching from their tiers. A chunk of several blocks has one key.
         connector.copies_known = type(manager) is CPUOffloadingManager and config.blocks_per_chunk == 1
-        logger.info("VAMP: KV offloading to host, %.3f ms to load a block", load_block_s * 1e3)
+        connector.host_blocks = manager._num_chunks if connector.copies_known else 0
+        logger.info(
+            "VAMP: KV offloading to host, room for %d blocks, %.3f ms to load one",
+            connector.host_blocks,
+            load_block_s * 1e3,
+        )
         if not connector.copies_known:
             logger.warning(
                 "VAMP: which blocks host memory holds is not known for %s with %d blocks a chunk: "

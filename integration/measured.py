@@ -146,6 +146,7 @@ class Measured:
         parameters: of the policy profile, ``costs.measured``.
         host_holds: whether host memory holds the cached content of a block too.
         load_block_s: seconds to copy one block from there.
+        loaded_prior: as in ``Measurements``.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Measured:
         facts: EngineFacts,
         host_holds: Callable[[KVCacheBlock], bool],
         load_block_s: float,
+        loaded_prior: float,
     ) -> None:
         policy = costs.policy
         self._host_holds = host_holds
@@ -174,6 +176,7 @@ class Measured:
             times,
             policy.hit_rate_window.value,
             load_block_s,
+            loaded_prior,
         )
         self._hashes_per_block = facts.layout.block_tokens // pool.hash_block_size
         self._there: dict[str, int] = {}  # waiting requests' tokens that are cached, at the last look

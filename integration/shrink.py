@@ -67,6 +67,7 @@ class Shrinker:
         elif time.monotonic() - self._cordoned_at > self.settings.max_cordon_s:
             arbiter.pool.lift_cordon()
             arbiter.journal.cordons_given_up += 1
+            arbiter.last_growth_at = time.monotonic()  # the next try has to wait as long as after a growth
 
     def _copying(self, limit: int) -> bool:
         """Whether a copy to or from host memory still keeps the free tail from being unmapped."""
@@ -81,7 +82,7 @@ class Shrinker:
             return
         self._looked_at = now
         most = min(MOST_LEVELS, arbiter.most_levels, controller.level)
-        for levels in sorted({1, most}, reverse=True):
+        for levels in (most >> halved for halved in range(most.bit_length())):
             situation = self._situation(levels, waiting, now)
             if arbiter.measured is None:
                 decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
@@ -125,9 +126,17 @@ class Shrinker:
         return tail
 
     def _leaving(self, levels: int) -> list[KVCacheBlock]:
-        """Of the tail, the free blocks; by the measured policy all, since a cordon waits for the others."""
-        tail = self._tail(levels)
-        return [block for block in tail if self.arbiter.measured is not None or block.ref_cnt == 0]
+        """Of the tail, the blocks that are free, and those in use whose content host memory holds too.
+
+        A cordon waits for these, and whoever uses them loses no more than a load.
+        """
+        return [block for block in self._tail(levels) if block.ref_cnt == 0 or self._copied(block)]
+
+    def _copied(self, block: KVCacheBlock) -> bool:
+        arbiter = self.arbiter
+        if arbiter.measured is None or arbiter.host_kv is None:
+            return False
+        return block.block_hash is None or arbiter.host_holds(block)
 
     def _exercise(self) -> None:
         """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""

@@ -41,6 +41,7 @@ class Measurements:
     Args:
         window_s: seconds after which a lookup is forgotten; a chain not before the longest horizon.
         load_block_s: seconds to copy one block from host memory, where it keeps copies.
+        loaded_prior: of what is missed, the part that host memory brings back; until it is measured.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Measurements:
         times: ReuseTimes,
         window_s: float,
         load_block_s: float = 0.0,
+        loaded_prior: float = 0.0,
     ) -> None:
         self.parameters, self.cost, self.times = parameters, cost, times
-        self.load_block_s = load_block_s
+        self.load_block_s, self.loaded_prior = load_block_s, loaded_prior
         self._missed = self._loaded = 0.0
         self.chains = Chains(layout, MOST_CHAINS, times.ended)
         self._awaited: Set[Chain] = frozenset()
@@ -116,7 +118,10 @@ class Measurements:
 
     def released(self, now_s: float, blocks: int) -> None:
         """A request has ended and given back so many blocks."""
-        self._released.append((now_s, blocks))
+        if self.load_block_s:
+            self._released.append((now_s, blocks))
+        while self._released and now_s - self._released[0][0] > RELEASED_S:
+            self._released.popleft()
 
     def pressed(self, now_s: float) -> None:
         """An allocation found too few blocks without cached content."""
@@ -222,19 +227,19 @@ class Measurements:
         Its wait holds up nobody else. But without copies, blocks that it takes from the experts now are those
         in which the next prefixes are kept.
         """
-        if not self.load_block_s:
-            return None
-        while self._released and now_s - self._released[0][0] > RELEASED_S:
-            self._released.popleft()
-        given = sum(count for _, count in self._released)
+        given = sum(count for at_s, count in self._released if now_s - at_s <= RELEASED_S)
         return blocks * RELEASED_S / given if given else None
 
     def preempt_price(self, blocks: int, partial_tokens: int) -> float:
-        """A running request computes what it loses again; with copies in host memory only its last block."""
-        if self.load_block_s:
-            return blocks * self.load_block_s + preempt_s(partial_tokens, self._miss_s, overhead(self.cost))
-        lost = blocks * self.chains.layout.block_tokens + partial_tokens
-        return preempt_s(lost, self._miss_s, self._overhead_s)
+        """A running request computes again what it loses, or loads it where host memory has copies.
+
+        Without copies ``blocks`` count, those that are missing; else as many as a request has.
+        """
+        loaded, tokens = self._loaded_share, self.chains.layout.block_tokens
+        if self._released:
+            blocks = max(blocks, sum(count for _, count in self._released) // len(self._released))
+        computed = preempt_s(round((1 - loaded) * blocks * tokens) + partial_tokens, self._miss_s, 0.0)
+        return loaded * blocks * self.load_block_s + computed + self._overhead_s
 
     def target(self, now_s: float, level: int, capacity: int, blocks_at: Sequence[int]) -> int:
         """The level worth going up to from ``level``, with ``capacity`` blocks now; ``level`` where none is.
@@ -267,13 +272,10 @@ class Measurements:
         return cured_s(curve, capacity, before, after, token_s, self.horizon_s(now_s))
 
     def missed_token_s(self, now_s: float, capacity: int, level: int) -> float:
-        """What a token that was there once weighs at ``level``: seconds of prefill, or its part of a load.
-
-        Where host memory keeps copies, whatever is missed counts as loaded until something was not.
-        """
+        """What a token that was there once weighs at ``level``: seconds of prefill, or its part of a load."""
         layout, miss_s = self.chains.layout, self._miss_s
         copy_s = min(self.load_block_s * len(layout.attention) / layout.block_tokens, miss_s)
-        loaded = self._loaded / self._missed if self._missed else float(self.load_block_s > 0)
+        loaded = self._loaded_share
         miss_s *= 1 + self._read_token_s(now_s, capacity, level) / self.cost.t_prefill_s
         return loaded * copy_s + (1 - loaded) * miss_s
 
@@ -315,4 +317,10 @@ class Measurements:
 
     @property
     def _weight(self) -> float:
-        return self.parameters.copied_miss_weight if self.load_block_s else self.parameters.miss_weight
+        loaded = self._loaded_share
+        return loaded * self.parameters.copied_miss_weight + (1 - loaded) * self.parameters.miss_weight
+
+    @property
+    def _loaded_share(self) -> float:
+        """Of what is missed, the part that host memory brings back."""
+        return self._loaded / self._missed if self._missed else self.loaded_prior

@@ -272,6 +272,7 @@ def test_a_queue_has_a_price_where_host_memory_keeps_copies() -> None:
     measurements.released(1.0, 50)
     assert measurements.queue_price(5.0, 20) is None, "blocks are worth having for those who come back"
     measurements.load_block_s = 1e-4
+    measurements.released(1.0, 50)
     measurements.released(4.0, 50)
     assert measurements.queue_price(5.0, 20) == pytest.approx(20 / (100 / RELEASED_S))
     assert measurements.queue_price(12.0, 20) == pytest.approx(20 / (50 / RELEASED_S))
@@ -281,16 +282,19 @@ def test_a_queue_has_a_price_where_host_memory_keeps_copies() -> None:
 def test_with_copies_what_is_preempted_is_loaded_again_but_for_its_last_block() -> None:
     measurements = make()
     whole = measurements.preempt_price(10, 100)
-    measurements.load_block_s = 1e-4
-    copied = measurements.preempt_price(10, 100)
-    assert copied == pytest.approx(1e-3 + 100 / 84_000 + 0.101)
     assert whole == pytest.approx((10 * 544 + 100) / 84_000 + 0.101)
+    measurements.load_block_s, measurements.loaded_prior = 1e-4, 1.0
+    assert measurements.preempt_price(10, 100) == pytest.approx(1e-3 + 100 / 84_000 + 0.101)
+    measurements.released(0.0, 150)  # a request has so many, and all of them go
+    assert measurements.preempt_price(10, 100) == pytest.approx(15e-3 + 100 / 84_000 + 0.101)
+    measurements.loaded_prior = 0.0
+    assert measurements.preempt_price(10, 100) == pytest.approx((150 * 544 + 100) / 84_000 + 0.101)
 
 
 def test_a_miss_counts_as_loaded_until_something_was_not() -> None:
     measurements = make()
     computed = measurements.missed_token_s(0.0, 1288, 0)
-    measurements.load_block_s = 1e-5
+    measurements.load_block_s, measurements.loaded_prior = 1e-5, 1.0
     loaded = measurements.missed_token_s(0.0, 1288, 0)
     assert loaded == pytest.approx(1e-5 / 544) and loaded < computed / 100
     now = take_turns(measurements, sessions=20)
@@ -299,10 +303,10 @@ def test_a_miss_counts_as_loaded_until_something_was_not() -> None:
 
 def test_a_miss_weighs_as_much_as_the_profile_says_and_less_with_copies() -> None:
     measurements = make()
-    plain = measurements.preempt_price(10, 0)
+    plain = measurements.missed_token_s(0.0, 1288, 0)
     measurements.parameters = replace(PARAMETERS, miss_weight=8.0, copied_miss_weight=2.0)
-    assert measurements.preempt_price(10, 0) == pytest.approx(8 * plain)
-    once = measurements.missed_token_s(0.0, 1288, 0)
+    assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(8 * plain)
     measurements.load_block_s = 1e9  # so long that all is computed
-    measurements.parameters = replace(PARAMETERS, miss_weight=8.0, copied_miss_weight=2.0)
-    assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(once / 4)
+    for share, weight in ((1.0, 2.0), (0.5, 5.0), (0.0, 8.0)):
+        measurements.loaded_prior = share
+        assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(weight * plain)

@@ -4,6 +4,7 @@ which contents host memory holds. Requests, pool and connector are real; the ran
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -432,3 +433,38 @@ def test_one_level_goes_back_where_several_should_not() -> None:
     arbiter.measured = SimpleNamespace(decide_restore=decide_restore)  # type: ignore[assignment]
     Shrinker(arbiter, SETTINGS).begin_step(0)
     assert bench.pool.num_gpu_blocks == 16
+
+
+def test_a_cordon_that_was_given_up_is_not_tried_again_at_once() -> None:
+    bench = Bench(blocks=8)
+    arbiter = with_arbiter(bench, (8, 12), level=1)
+    arbiter.last_growth_at -= 1e3
+    shrinker = Shrinker(arbiter, VampSettings(policy=EAGER, max_cordon_s=1e-9))
+    blocks = bench.pool.get_new_blocks(11)
+    assert shrinker.restore(1)
+    shrinker.begin_step(0)
+    assert bench.pool.cordon_limit is None and arbiter.journal.cordons_given_up == 1
+    assert shrinker._situation(1, 0, time.monotonic()).since_growth_s < 1.0
+    bench.pool.free_blocks(blocks)
+
+
+def test_only_blocks_that_host_memory_holds_too_may_be_in_use_in_a_tail_that_goes() -> None:
+    bench = Bench(blocks=8)
+    arbiter = measured(with_arbiter(bench, (8, 12), level=1))
+    blocks = bench.serve(range(4 * BLOCK), 4)
+    for block in blocks:
+        bench.pool.touch([block])
+    shrinker = Shrinker(arbiter, SETTINGS)
+    held = [block for block in shrinker._tail(1) if block.ref_cnt]
+    assert held and all(block in shrinker._leaving(1) for block in held)
+    bench.connector.reset_cache()
+    assert not any(block in shrinker._leaving(1) for block in held)
+
+
+def test_a_request_that_holds_blocks_itself_is_not_left_in_the_queue() -> None:
+    bench = Bench(blocks=8)
+    arbiter = measured(with_arbiter(bench, (8, 12)))
+    bench.pool.get_new_blocks(5)
+    for computed, held in ((0, 5), (16, 0)):
+        request: Any = SimpleNamespace(num_computed_tokens=computed)
+        assert arbiter._situation(4, 2, [], request, running=False).held_blocks == held
