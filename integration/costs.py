@@ -122,7 +122,6 @@ MEASURED = (
     "min_lookups",
     "fairness",
     "miss_weight",
-    "copied_miss_weight",
     "reuse_prior_events",
     "reuse_half_life",
 )
@@ -137,7 +136,7 @@ def _measured(policy: PolicyProfile) -> MeasuredParameters | None:
     if missing:
         raise ConfigError(
             f"policy: profile {policy.name} lacks {', '.join(missing)}; give them, as in the shipped profile "
-            "measured, or none of its last ten for the paper's prices"
+            "measured, or none of its last nine for the paper's prices"
         )
     return MeasuredParameters(
         sigma=values["popularity_sigma"].value,
@@ -147,5 +146,4 @@ def _measured(policy: PolicyProfile) -> MeasuredParameters | None:
         min_lookups=values["min_lookups"].value,
         fairness_s=values["fairness"].value,
         miss_weight=values["miss_weight"].value,
-        copied_miss_weight=values["copied_miss_weight"].value,
     )

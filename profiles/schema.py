@@ -120,7 +120,7 @@ class ModelProfile:
 class PolicyProfile:
     """The cost model's constants and how the hit rate is taken; symbols are the paper's.
 
-    A profile that has all of the last ten prices by measurements on the running engine (``measured``).
+    A profile that has all of the last nine prices by measurements on the running engine (``measured``).
     """
 
     kind: Annotated[str, TextRule(("policy",))]
@@ -146,6 +146,5 @@ class PolicyProfile:
     min_lookups: Annotated[Whole | None, QuantityRule("1", 1, 1e6, 30, whole=True, optional=True)] = None
     fairness: Annotated[Real | None, SPAN] = None
     miss_weight: Annotated[Real | None, QuantityRule("1", 1.0, 1e3, 4.0, optional=True)] = None
-    copied_miss_weight: Annotated[Real | None, QuantityRule("1", 1.0, 1e3, 2.0, optional=True)] = None
     reuse_prior_events: Annotated[Real | None, EVENTS] = None
     reuse_half_life: Annotated[Real | None, EVENTS] = None

@@ -29,9 +29,8 @@ class MeasuredParameters:
         min_lookups: lookups that the hit curve must rest on before it is trusted.
         fairness_s: seconds that a request may be passed over by others whose prefix is still there.
         miss_weight: seconds of reading experts, spread over all steps, that weigh as much as one of computing
-            what was missed, which comes at once and before a first token.
-        copied_miss_weight: the same where host memory keeps copies of the KV cache: what is missed then is
-            what those have no room for either.
+            what was missed, which comes at once and before a first token; 1 where all of it is loaded from
+            copies in host memory, and in between where some is.
 
     Raises:
         ConfigError: the bounds of the horizon are the wrong way round.
@@ -44,7 +43,6 @@ class MeasuredParameters:
     min_lookups: int
     fairness_s: float
     miss_weight: float = 1.0
-    copied_miss_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.horizon_min_s > self.horizon_max_s:

@@ -317,8 +317,9 @@ class Measurements:
 
     @property
     def _weight(self) -> float:
+        # The more of it comes back from host memory, the fewer others a miss stops.
         loaded = self._loaded_share
-        return loaded * self.parameters.copied_miss_weight + (1 - loaded) * self.parameters.miss_weight
+        return loaded + (1 - loaded) * self.parameters.miss_weight
 
     @property
     def _loaded_share(self) -> float:

@@ -301,12 +301,12 @@ def test_a_miss_counts_as_loaded_until_something_was_not() -> None:
     assert measurements.missed_token_s(now, 1288, 0) == pytest.approx(computed, rel=0.2)
 
 
-def test_a_miss_weighs_as_much_as_the_profile_says_and_less_with_copies() -> None:
+def test_a_miss_weighs_as_much_as_the_profile_says_and_less_where_copies_come_back() -> None:
     measurements = make()
     plain = measurements.missed_token_s(0.0, 1288, 0)
-    measurements.parameters = replace(PARAMETERS, miss_weight=8.0, copied_miss_weight=2.0)
+    measurements.parameters = replace(PARAMETERS, miss_weight=8.0)
     assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(8 * plain)
     measurements.load_block_s = 1e9  # so long that all is computed
-    for share, weight in ((1.0, 2.0), (0.5, 5.0), (0.0, 8.0)):
+    for share, weight in ((1.0, 1.0), (0.5, 4.5), (0.0, 8.0)):
         measurements.loaded_prior = share
         assert measurements.missed_token_s(0.0, 1288, 0) == pytest.approx(weight * plain)
