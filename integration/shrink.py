@@ -12,11 +12,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.settings import VampSettings
-from vamp_runtime.policy.restore import RestoreSituation, decide_restore
+from vamp_runtime.policy.restore import RestoreSituation, decide_restore, too_soon
 
 # Looking costs a walk over the free blocks, so not in every step.
 LOOK_EVERY_S = 0.25
-# Levels that go back together where so many should; otherwise one.
+# Levels that go back together at most: half as many, and so on, where not all of them should.
 MOST_LEVELS = 8
 
 
@@ -81,25 +81,30 @@ class Shrinker:
         if controller.level == 0 or controller.moving or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
+        if too_soon(waiting, now - arbiter.last_growth_at, arbiter.costs.restore) is not None:
+            return  # before tails are walked over
         most = min(MOST_LEVELS, arbiter.most_levels, controller.level)
         for levels in (most >> halved for halved in range(most.bit_length())):
-            situation = self._situation(levels, waiting, now)
+            leaving = self._leaving(levels)
+            situation = self._situation(levels, leaving, waiting, now)
             if arbiter.measured is None:
                 decision = decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore)
             else:
-                cached = {block.block_id for block in self._leaving(levels) if block.block_hash is not None}
+                cached = {block.block_id for block in leaving if block.block_hash is not None}
                 decision = arbiter.measured.decide_restore(situation, controller.level, levels, cached)
             if decision.levels:
                 self.restore(levels)
                 return
 
-    def _situation(self, levels: int, waiting: int, now: float) -> RestoreSituation:
-        """With so many levels as one."""
+    def _situation(
+        self, levels: int, leaving: list[KVCacheBlock], waiting: int, now: float
+    ) -> RestoreSituation:
+        """With so many levels as one, and what may leave with them."""
         arbiter, controller = self.arbiter, self.arbiter.controller
         capacity = controller.capacity
         assert capacity is not None
-        tail, free = self._tail(levels), self._leaving(levels)
-        cached = [block for block in free if block.block_hash is not None]
+        tail = self._tail(levels)
+        cached = [block for block in leaving if block.block_hash is not None]
         ages = [now - arbiter.pool.freed_at.get(block.block_id, now) for block in cached]
         return RestoreSituation(
             level=1,
@@ -107,7 +112,7 @@ class Shrinker:
             experts=capacity.experts,
             blocks_per_level=max(len(tail), 1),
             # Levels whose blocks never joined the pool, or have left it already, go back for nothing.
-            clean_blocks=len(free) - len(cached) if tail else 1,
+            clean_blocks=len(leaving) - len(cached) if tail else 1,
             cached_blocks=len(cached),
             tokens_per_block=arbiter.tokens_per_block,
             cached_age_s=min(ages, default=0.0),

@@ -115,15 +115,23 @@ def _loss(s: RestoreSituation, blocks: int, parameters: CostParameters) -> float
     return spill_cost(blocks - lost, lost, s.tokens_per_block, *rates)
 
 
+def too_soon(waiting_requests: int, since_growth_s: float, restore: RestoreParameters) -> str | None:
+    """Why nothing goes back now, however many levels and whatever they hold; None where something may."""
+    if waiting_requests:
+        return f"{waiting_requests} requests wait"
+    if since_growth_s < restore.min_dwell_s:
+        return f"grown {since_growth_s:.6g} s ago, dwell {restore.min_dwell_s:.6g} s"
+    return None
+
+
 def _hold(s: RestoreSituation, restore: RestoreParameters) -> str | None:
     if s.level == 0:
         return "every expert is in HBM"
     if s.moving:
         return "a move is under way"
-    if s.waiting_requests:
-        return f"{s.waiting_requests} requests wait"
-    if s.since_growth_s < restore.min_dwell_s:
-        return f"grown {s.since_growth_s:.6g} s ago, dwell {restore.min_dwell_s:.6g} s"
+    reason = too_soon(s.waiting_requests, s.since_growth_s, restore)
+    if reason is not None:
+        return reason
     if s.blocks_per_level > s.clean_blocks + s.cached_blocks:
         return "too few free blocks for one level"
     return None

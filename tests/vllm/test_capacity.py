@@ -66,5 +66,6 @@ def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
     arbiter.want(1)
     arbiter.command()
     arbiter.settle(Report(outcome=Outcome(1, True, 1, 12, 1, 0, 0.001, "")))
-    situation = Shrinker(arbiter, settings)._situation(1, 0, arbiter.last_growth_at + 1e3)
+    shrinker = Shrinker(arbiter, settings)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
     assert decide_restore(situation, costs.parameters, costs.restore).levels == 1

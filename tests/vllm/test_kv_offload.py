@@ -379,10 +379,11 @@ def test_a_restore_takes_copied_blocks_for_what_their_load_costs() -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12), level=1)
     assert min(block.block_id for block in bench.serve(range(48), 3)) >= 8, "grown blocks go first"
-    situation = Shrinker(arbiter, SETTINGS)._situation(1, 0, arbiter.last_growth_at + 1e3)
+    shrinker = Shrinker(arbiter, SETTINGS)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
     assert situation.cached_blocks == situation.copied_blocks == 3
     bench.connector.reset_cache()
-    situation = Shrinker(arbiter, SETTINGS)._situation(1, 0, arbiter.last_growth_at + 1e3)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
     assert (situation.cached_blocks, situation.copied_blocks) == (3, 0)
 
 
@@ -408,6 +409,7 @@ def test_levels_that_are_all_worth_giving_back_go_together(most: int) -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
     arbiter.max_move_s, arbiter._level_s = 1.0, 1.0 / (most + 0.5)
+    arbiter.last_growth_at -= 1e3
     asked: list[int] = []
 
     def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
@@ -426,6 +428,7 @@ def test_one_level_goes_back_where_several_should_not() -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
     arbiter.max_move_s, arbiter._level_s = 1.0, 0.1
+    arbiter.last_growth_at -= 1e3
 
     def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
         return RestoreDecision(int(levels == 1), 1.0, 0.0, None)
@@ -444,7 +447,7 @@ def test_a_cordon_that_was_given_up_is_not_tried_again_at_once() -> None:
     assert shrinker.restore(1)
     shrinker.begin_step(0)
     assert bench.pool.cordon_limit is None and arbiter.journal.cordons_given_up == 1
-    assert shrinker._situation(1, 0, time.monotonic()).since_growth_s < 1.0
+    assert shrinker._situation(1, shrinker._leaving(1), 0, time.monotonic()).since_growth_s < 1.0
     bench.pool.free_blocks(blocks)
 
 
