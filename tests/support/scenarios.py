@@ -54,7 +54,7 @@ class Rig:
         import torch
 
         if torch.cuda.is_available():
-            settings["gpu_memory_utilization"] = 0.4  # other tests' engines may lie on the same GPU
+            settings["gpu_memory_utilization"] = 0.1  # other tests' engines may lie on the same GPU
         elif "language_model_only" not in options:
             # vLLM sets it on CPUs with bf16 instructions; blocks are then of one size on all of them.
             settings["mamba_ssm_cache_dtype"] = "float32"
