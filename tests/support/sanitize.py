@@ -1,11 +1,11 @@
-"""Moves as compute-sanitizer sees them: experts of a bare slab, then an engine's tokens with moves and without.
+"""Moves under compute-sanitizer: experts of bare slabs, then an engine's tokens with moves and without.
 
 On a machine with a GPU, with the package installed::
 
     PYTHONPATH=tests compute-sanitizer --tool memcheck --target-processes all python -m support.sanitize
 
-``--moves N`` moves of each slab; ``--kernel vllm`` for vLLM's. What differs from what it should be ends it with
-an exception; what the sanitizer finds it reports itself.
+``--moves N`` moves of each slab; ``--kernel vllm`` for vLLM's. What differs from what it should be ends it
+with an exception; what the sanitizer finds it reports itself.
 """
 
 from __future__ import annotations
