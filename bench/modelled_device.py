@@ -71,7 +71,9 @@ class StepModel:
             whole and more tokens cost ``prefill_token_s``.
         prefill_token_s: of each prompt token; with ``decode_s`` 84,000 tokens/s in steps of 8,192, measured.
         context_token_s: of each prompt token and token before it (attention of 6 layers); fitted.
-        mixed_step_s: of a step with prompt tokens, which no graph serves; fitted.
+        launch_s: host time to launch a step with prompt tokens, which no graph serves; measured. Meanwhile
+            the host schedules nothing.
+        behind_s: of such a step, what the device still does when all is launched, at least; measured.
         submit_token_s: host time of a submission for each of its tokens; fitted.
         layers, experts, top_k, expert_bytes: of the model.
         link: bytes/s at which a kernel reads host memory, measured.
@@ -94,7 +96,8 @@ class StepModel:
     )
     prefill_token_s: float = 9.4e-6
     context_token_s: float = 1.1e-10
-    mixed_step_s: float = 8e-3
+    launch_s: float = 0.075
+    behind_s: float = 0.03
     submit_token_s: float = 5e-7
     layers: int = 24
     experts: int = 512
@@ -121,8 +124,7 @@ class StepModel:
         tokens = prompt_tokens + decode_tokens
         known, seconds = zip(*self.decode_s, strict=True)
         base = float(np.interp(tokens, known, seconds))
-        mixed = self.mixed_step_s if prompt_tokens else 0.0
-        return base + mixed + prompt_tokens * self.prefill_token_s + context * self.context_token_s
+        return base + prompt_tokens * self.prefill_token_s + context * self.context_token_s
 
     def step_s(self, prompt_tokens: int, decode_tokens: int, context: int, level: int, region: bool) -> float:
         """The step with the ``level`` coldest experts of each layer on the host, whose reads overlap it.
@@ -302,6 +304,10 @@ class ModelledExecutor(Executor):
         if prompt + decode:
             seconds = self.model.step_s(prompt, decode, context, level, self.region and level > 0)
             self._free_at = max(now, before) + seconds
+            if prompt:
+                now += self.model.launch_s
+                self.clock.until(now)
+                self._free_at = max(self._free_at, now + self.model.behind_s)
         at = self._free_at
         if self.copies is not None:
             at = at if prompt + decode else self.copies.until(now)

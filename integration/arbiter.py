@@ -34,7 +34,7 @@ RETRY_S = 5.0
 # Levels that seem worth their price are asked for this part of the pool ahead of what is used of them.
 AHEAD = 16
 # Actions by which an allocation does without the tail that is about to go back.
-DOES_WITHOUT = (Action.EVICT, Action.SPILL)
+DOES_WITHOUT = (Action.EVICT, Action.SPILL, Action.QUEUE)
 
 
 class Arbiter:

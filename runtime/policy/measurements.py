@@ -216,10 +216,14 @@ class Measurements:
         """Going from level ``before`` to ``after``, over the horizon; below 0 where that is less."""
         if self._reads is None or self._link is None:
             return 0.0
-        step_s = self._reading(now_s, capacity).step
-        top = len(step_s) - 1
-        levels, steps_per_s = (min(before, top), min(after, top)), self._reads.steps_per_s
-        return offload_s(step_s, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
+        reading = self._reading(now_s, capacity)
+        top = len(reading.step) - 1
+        before, after = min(before, top), min(after, top)
+        if self._link.paced:
+            added = [reading.decode[level] + reading.prefill[level] for level in (before, after)]
+            return (added[1] - added[0]) * self.horizon_s(now_s)
+        levels, steps_per_s = (before, after), self._reads.steps_per_s
+        return offload_s(reading.step, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
 
     def queue_price(self, now_s: float, blocks: int) -> float | None:
         """A request that waits until others have given back ``blocks``; None without copies in host memory.
