@@ -23,8 +23,8 @@ from vamp_runtime.memory.page_work import PageWork, in_tail_order
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.transaction import Transaction
 
-
-#: Pages that one slice of covering ahead maps: 0.1 to 0.2 ms on an H200, in which steps may wait for the driver.
+#: Pages that one slice of covering ahead maps: 0.1 to 0.2 ms on an H200, in which steps may wait for the
+#: driver.
 SLICE_PAGES = 4
 
 

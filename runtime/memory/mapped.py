@@ -1,4 +1,4 @@
-"""Pages put behind addresses: in a transaction that takes them away again, or left there for the next move."""
+"""Pages put behind addresses: in a transaction that takes them away again, or left for the next move."""
 
 from __future__ import annotations
 

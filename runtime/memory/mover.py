@@ -18,7 +18,7 @@ from vamp_runtime.memory.boundary import Boundary, Move, MoveKind, Outcome
 SWITCH_INTERVAL_S = 1e-4
 # Covered ahead of the next growth, as many levels as hold this: more than a growth takes at a time.
 AHEAD_BYTES = 1 << 30
-# Between two slices of that. A slice holds up whoever calls the driver meanwhile, so steps get most of the time.
+# Between two slices of that. A slice holds up whoever calls the driver meanwhile: steps get most of the time.
 PAUSE_S = 2e-3
 
 

@@ -74,8 +74,8 @@ class PageWork:
 def in_tail_order(slab: ExpertSlab, groups: Sequence[Sequence[int]]) -> list[int]:
     """Pages of ``groups[layer]``, the coldest first, as they follow each other in the KV cache.
 
-    Level by level, and layer by layer inside one: where a page comes to lie does not depend on how many levels
-    move at once.
+    Level by level, and layer by layer inside one: where a page comes to lie does not depend on how many
+    levels move at once.
     """
     levels = zip(*groups, strict=True)
     return [

@@ -143,7 +143,7 @@ class Moves(RuleBasedStateMachine):
             possible = levels <= self.level and held <= region.pages - levels * geometry.pages_per_level
         with self.refusing(fault):
             outcome = rig.boundary.run(move(rig.boundary, kind, levels, claimed))
-        assert outcome.ok is (possible and levels > 0) or self.refused and not outcome.ok, outcome.reason
+        assert outcome.ok is (possible and levels > 0) or (self.refused and not outcome.ok), outcome.reason
         if outcome.ok:
             self.level += levels if kind is OFFLOAD else -levels
             assert region.claimed == claimed
@@ -167,7 +167,7 @@ class Moves(RuleBasedStateMachine):
         )
         with self.refusing(fault):
             outcome = rig.boundary.swap(asked)
-        assert outcome.ok is possible or self.refused and not outcome.ok, outcome.reason
+        assert outcome.ok is possible or (self.refused and not outcome.ok), outcome.reason
         for pair in asked if outcome.ok else ():
             out[pair.layer][out[pair.layer].index(pair.returning)] = pair.leaving
         assert [list(rig.slab.out(layer)) for layer in range(2)] == out

@@ -153,11 +153,8 @@ def test_only_what_differs_is_mapped(driver: HostDriver) -> None:
     assert covered(region, driver) == {3: a, 4: d, 5: c, 6: b, 7: e, 8: f}
     faulty.arm(0)
     assert region.cover([e, d, c, f, a, b]) == 4
-    assert faulty.log == ["unmap", "unmap", "map", "set_access", "map", "set_access"] + [
-        "unmap",
-        "map",
-        "set_access",
-    ]
+    mapped = ["map", "set_access"]
+    assert faulty.log == ["unmap", "unmap", *mapped, *mapped, "unmap", *mapped]
     region.uncover()
     assert covered(region, driver) == {}
     faulty.arm(0)
@@ -223,7 +220,7 @@ def test_undone_push_takes_the_pages_back(driver: HostDriver) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 5), st.booleans()), max_size=12))
 def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, bool]]) -> None:
-    """An odd claim lets the newest spare pages go first, not the oldest: other pages than before lie there."""
+    """An odd claim lets the newest spare pages go first: other pages than before lie there."""
     driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
     region, spare = build(driver, 8), []
     usage = driver.usage()

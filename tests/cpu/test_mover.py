@@ -273,7 +273,7 @@ def test_state_lost_while_covering_ends_the_process(capsys: Any) -> None:
 
 
 def test_a_strict_boundary_is_cleared_instead() -> None:
-    with open_mover(shape=STRICT) as (rig, driver, mover, _):
+    with open_mover(shape=STRICT) as (rig, _, mover, _):
         for kind in (OFFLOAD, RESTORE):
             mover.start(move(rig.boundary, kind, 1))
             outcome = mover.finish(wait=True)
@@ -283,7 +283,7 @@ def test_a_strict_boundary_is_cleared_instead() -> None:
 
 
 def test_nothing_is_covered_where_moves_hold_steps_up() -> None:
-    with open_mover(beside=False) as (rig, driver, mover, _):
+    with open_mover(beside=False) as (rig, _, mover, _):
         mover.start(move(rig.boundary, OFFLOAD, 1))
         assert mover.finish().ok
         with mover.paused():
