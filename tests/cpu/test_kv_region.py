@@ -63,6 +63,20 @@ def test_no_room_is_an_error_that_knows_a_way(driver: HostDriver) -> None:
     assert KVRegion(driver, ledger, GEOMETRY, GEOMETRY.pages_for_blocks(2)).blocks == 2
 
 
+def test_a_refused_call_while_building_leaves_nothing_behind(driver: HostDriver) -> None:
+    for k in range(1, 100):
+        faulty, ledger = FaultyDriver(driver, k), PageLedger(PAGE)
+        try:
+            region = KVRegion(faulty, ledger, GEOMETRY, 7)
+            break
+        except DriverError:
+            assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == 0
+    assert k > 12
+    faulty.arm(0)
+    region.close()
+    assert driver.usage() == EMPTY
+
+
 def test_claims_move_pages_between_reserve_and_kv(driver: HostDriver) -> None:
     region = build(driver, 10)
     assert kinds(region) == (0, 10, 0)
