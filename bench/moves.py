@@ -7,13 +7,16 @@ the thread of the steps; ``beside``, on a thread of its own while the device is 
 while the main thread replays a CUDA graph of ``--step-ms`` and works in Python for ``--python-ms`` a step, as
 an engine's scheduler and model runner do. The bubble of a move is the time that its steps took beyond as many
 median steps. Groups that leave lie beside each other, or ``--scatter``ed; homes appear behind own addresses
-with ``--mirror``, as for vLLM's kernel. Needs an NVIDIA GPU; figures are of this process alone.
+with ``--mirror``, as for vLLM's kernel. Each move is made twice: to where its pages lie already (``covered``,
+as after a move has ended and the next has been covered ahead of) and to where it has to map them (``bare``).
+Needs an NVIDIA GPU; figures are of this process alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import shlex
 import statistics
@@ -42,7 +45,8 @@ from vamp_runtime.memory.slab import ExpertSlab
 
 MIB = 1 << 20
 MODES = ("inline", "beside", "beside_steps")
-FIGURES = ("total", "pages", "bubble", "driver")
+TAILS = ("covered", "bare")
+FIGURES = ("total", "pages", "bubble", "ahead", "driver")
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class MoveTime:
     """One move, milliseconds: from request to publish, steps' excess, and of the driver's own calls.
 
     ``pages`` is of ``total`` what pages took, without waiting; ``calls`` has count and time by driver call.
+    ``ahead`` is the excess of the steps beside which the next growth's pages were mapped, after this one.
     """
 
     mode: str
     kind: str
+    tail: str
     total: float
     bubble: float
+    ahead: float
     driver: float
     pages: float
     calls: dict[str, tuple[int, float]]
@@ -153,8 +160,21 @@ class Steps:
         return time.perf_counter() - begin
 
 
-def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | None) -> MoveTime:
-    """One move in one mode."""
+class CountingMover(Mover):
+    """Keeps the driver calls of its move apart from those that cover ahead of the next."""
+
+    def __init__(self, rank: Rank, *args: Any, **kwargs: Any) -> None:
+        super().__init__(rank.boundary, *args, **kwargs)
+        self.rank = rank
+        self.calls: dict[str, tuple[int, float]] = {}
+
+    def cover(self) -> None:
+        self.calls = {name: (len(times), sum(times)) for name, times in self.rank.calls.items()}
+        super().cover()
+
+
+def measure(rank: Rank, mode: str, kind: MoveKind, tail: str, levels: int, steps: Steps | None) -> MoveTime:
+    """One move in one mode, to where its pages lie already or not."""
     slots = torch.empty(rank.geometry.layers, rank.geometry.experts, dtype=torch.int32, device="cuda")
 
     def to_device() -> None:
@@ -164,9 +184,13 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
     def end_process() -> None:
         raise SystemExit("a move failed")
 
-    mover = Mover(rank.boundary, to_device, end_process, rank.driver.bind_thread, beside=mode != "inline")
+    mover = CountingMover(rank, to_device, end_process, rank.driver.bind_thread, beside=mode != "inline")
     move = rank.next(kind, levels)
-    bubble = 0.0
+    bubble = ahead = 0.0
+    if tail == "bare":
+        rank.boundary.clear()
+    else:
+        assert all(rank.boundary.cover_ahead(levels))
     rank.calls.clear()
     if steps is None:
         begin = time.perf_counter()
@@ -181,38 +205,43 @@ def measure(rank: Rank, mode: str, kind: MoveKind, levels: int, steps: Steps | N
             found: list[Any] = []
             taken.append(steps.one(lambda found=found: found.append(mover.finish())))
             outcome = found[0]
+        covering = mover.covering
         taken += [steps.one(lambda: None) for _ in range(2)]
         bubble = sum(taken) - len(taken) * usual
+        taken = []
+        while mover.covering:
+            taken.append(steps.one(lambda: None))
+        taken += [steps.one(lambda: None) for _ in range(2 if covering else 0)]
+        ahead = sum(taken) - len(taken) * usual
     assert outcome is not None and outcome.ok, outcome
     mover.close()  # the next one has a thread of its own
-    calls = {name: (len(times), sum(times)) for name, times in rank.calls.items()}
     # That one is waiting for the steps before.
-    driver = sum(taken for name, (_, taken) in calls.items() if name != "cuEventSynchronize")
+    driver = sum(taken for name, (_, taken) in mover.calls.items() if name != "cuEventSynchronize")
     total, pages = outcome.seconds * 1e3, outcome.pages_seconds * 1e3
-    return MoveTime(mode, kind.value, total, bubble * 1e3, driver, pages, calls)
+    excess = bubble * 1e3, ahead * 1e3
+    return MoveTime(mode, kind.value, tail, total, *excess, driver, pages, mover.calls)
 
 
 def rows(
     found: list[MoveTime], rank: Rank, levels: int, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """One row per mode and direction."""
-    for mode in MODES:
-        for kind in MoveKind:
-            some = [time for time in found if time.mode == mode and time.kind == kind.value]
-            if not some:
-                continue
-            row: dict[str, Any] = {"operation": kind.value, "mode": mode, "levels": levels}
-            row["mib"] = levels * rank.geometry.pages_per_level * rank.geometry.page_bytes // MIB
-            row["groups"] = levels * rank.geometry.layers
-            row["step_ms"] = arguments.step_ms if mode == "beside_steps" else 0.0
-            row["mirror"], row["scatter"] = arguments.mirror, arguments.scatter
-            for name in FIGURES:
-                values = sorted(getattr(time, name) for time in some)
-                row[f"{name}_ms_median"] = statistics.median(values)
-                row[f"{name}_ms_max"] = values[-1]
-            if arguments.breakdown:
-                row["calls"] = breakdown(some)
-            yield row
+    """One row per mode, direction and tail."""
+    for mode, kind, tail in itertools.product(MODES, MoveKind, TAILS):
+        some = [time for time in found if (time.mode, time.kind, time.tail) == (mode, kind.value, tail)]
+        if not some:
+            continue
+        row: dict[str, Any] = {"operation": kind.value, "mode": mode, "tail": tail, "levels": levels}
+        row["mib"] = levels * rank.geometry.pages_per_level * rank.geometry.page_bytes // MIB
+        row["groups"] = levels * rank.geometry.layers
+        row["step_ms"] = arguments.step_ms if mode == "beside_steps" else 0.0
+        row["mirror"], row["scatter"] = arguments.mirror, arguments.scatter
+        for name in FIGURES:
+            values = sorted(getattr(time, name) for time in some)
+            row[f"{name}_ms_median"] = statistics.median(values)
+            row[f"{name}_ms_max"] = values[-1]
+        if arguments.breakdown:
+            row["calls"] = breakdown(some)
+        yield row
 
 
 def breakdown(some: list[MoveTime]) -> dict[str, dict[str, float]]:
@@ -240,7 +269,7 @@ def main() -> None:
     parser.add_argument("--max-offload-ratio", type=float, default=0.25)
     parser.add_argument("--kv-mib", type=int, default=8208)
     parser.add_argument("--levels", type=int, default=7, help="levels a move; 7 of the default are 1,008 MiB")
-    parser.add_argument("--moves", type=int, default=6, help="moves of each kind and mode")
+    parser.add_argument("--moves", type=int, default=6, help="moves of each kind, mode and tail")
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--python-ms", type=float, default=2.0)
     parser.add_argument("--breakdown", action="store_true", help="time and number of each driver call")
@@ -263,20 +292,22 @@ def main() -> None:
         )
     steps = Steps(arguments.step_ms, arguments.python_ms)
     found = []
-    for mode in MODES:
+    for mode, tail in itertools.product(MODES, TAILS):
         for _ in range(arguments.moves):
             for kind in (MoveKind.OFFLOAD, MoveKind.RESTORE):
                 some = steps if mode == "beside_steps" else None
-                found.append(measure(rank, mode, kind, arguments.levels, some))
+                found.append(measure(rank, mode, kind, tail, arguments.levels, some))
     rank.boundary.check_integrity()
-    table = Table("operation", "mode", "MiB", "groups", *(f"{name} ms" for name in FIGURES))
+    table = Table("operation", "mode", "tail", "MiB", "groups", *(f"{name} ms" for name in FIGURES))
     result = list(rows(found, rank, arguments.levels, arguments))
     for row in result:
         figures = [f"{row[f'{name}_ms_median']:.1f} (max {row[f'{name}_ms_max']:.1f})" for name in FIGURES]
-        table.add_row(row["operation"], row["mode"], str(row["mib"]), str(row["groups"]), *figures)
-    Console(width=130).print(table)
+        table.add_row(
+            row["operation"], row["mode"], row["tail"], str(row["mib"]), str(row["groups"]), *figures
+        )
+    Console(width=150).print(table)
     for row in result if arguments.breakdown else ():
-        print(f"{row['operation']}, {row['mode']}")
+        print(f"{row['operation']}, {row['mode']}, {row['tail']}")
         for name, call in row["calls"].items():
             print(f"  {name:22} {call['count']:6.0f} calls {call['ms_median']:8.2f} ms")
     if arguments.json:
@@ -295,6 +326,7 @@ def record(result: list[dict[str, Any]], commit: str) -> dict[str, Any]:
         "notes": [
             "host clock; total: from request to publish",
             "bubble: what its steps took beyond as many median ones; without steps, until start returned",
+            "ahead: the same of the steps after a move, while pages of the next growth were mapped",
             "pages: of total, without waiting for steps, other ranks and the step that publishes",
             "driver: inside the CUDA driver's calls, without the wait for the steps before",
         ],

@@ -103,8 +103,7 @@ def moves(
             times[name].append(outcome.seconds * 1e6)
     slab.verify_all()
     boundary.check_integrity()
-    slab.close()
-    region.close()
+    boundary.close()
     return slab_geometry.pages_per_level * page, times
 
 

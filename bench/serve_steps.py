@@ -19,6 +19,8 @@ from vamp_kernels import ranges
 PROMPT_TOKENS = 64
 SETTLE_STEPS = 16
 STEPS_AROUND = 48
+#: Most steps that a growth may take to settle, and what it maps ahead of the next one to end.
+MOST_STEPS = 400
 #: A step that the host has seen late leaves the device less to do in the next: both count, or none.
 CATCH_UP_STEPS = 3
 _numbers = itertools.count()
@@ -153,16 +155,18 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
         raise PointFailed(f"level {target} is above {controller.capacity.max_level}: too many growths")
     moves, failed = sum(arbiter.journal.moves.values()), arbiter.journal.failed_moves
     ends: list[float] = []
-    with decoding(engine, plan.growth_batch, 2 * STEPS_AROUND + 400) as step, phases() as spent:
+    with decoding(engine, plan.growth_batch, 4 * STEPS_AROUND + 2 * MOST_STEPS) as step, phases() as spent:
         configure.release(engine.scheduler)
+        covered = engine.rpc(configure.rested_at) is not None
         ends += [step() for _ in range(STEPS_AROUND)]
         requested = time.monotonic()
         arbiter.want(levels)
-        while controller.level < target and len(ends) < STEPS_AROUND + 400:
+        while controller.level < target and len(ends) < STEPS_AROUND + MOST_STEPS:
             ends.append(step())
         settled = time.monotonic()
         arbiter.hold_level()
-        ends += [step() for _ in range(STEPS_AROUND)]
+        later, rested = steps_until_rest(engine, step)
+        ends += later + [step() for _ in range(STEPS_AROUND)]
     if controller.level != target or arbiter.journal.failed_moves > failed:
         raise PointFailed(f"level {target} was not reached, {controller.level} was; the log says why")
     return {
@@ -172,9 +176,27 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
         "growth_gib": levels * controller.capacity.level_bytes / 2**30,
         "moves": sum(arbiter.journal.moves.values()) - moves,
         "total_ms": 1e3 * (settled - requested),
+        "covered": covered,
         "phases_ms": {name: round(1e3 * seconds, 3) for name, seconds in spent.items()},
-        **bubble(ends, requested, settled),
+        **bubble(ends, requested, settled, max(rested, settled)),
     }
+
+
+def steps_until_rest(engine: ServeEngine, step: Callable[[], float]) -> tuple[list[float], float]:
+    """Steps until nothing more is mapped ahead of the next growth; their ends, and when that was.
+
+    Raises:
+        PointFailed: it goes on for too long.
+    """
+    from vamp_integration import configure
+
+    ends: list[float] = []
+    while len(ends) < MOST_STEPS:
+        ends += [step() for _ in range(STEPS_AROUND)]
+        rested = engine.rpc(configure.rested_at)
+        if rested is not None:
+            return ends, rested
+    raise PointFailed(f"pages were still being mapped ahead after {len(ends)} steps")
 
 
 @contextmanager
@@ -198,27 +220,31 @@ def phases() -> Iterator[dict[str, float]]:
         ranges.install(None)
 
 
-def bubble(ends: list[float], requested: float, settled: float) -> dict[str, Any]:
-    """What a move cost the steps that ran between its request and its end.
+def bubble(ends: list[float], requested: float, settled: float, rested: float) -> dict[str, Any]:
+    """What a move cost the steps from its request on, also while the next one's pages are mapped ahead.
 
     Args:
-        ends: ends of consecutive steps, with undisturbed ones before ``requested`` and after ``settled``.
+        ends: ends of consecutive steps, with undisturbed ones before ``requested`` and after ``rested``.
 
     Returns:
-        ``bubble_ms``: time of the steps affected beyond that of as many undisturbed ones, those before the
-        request, and of the next ``CATCH_UP_STEPS`` beyond the later ones; ``bubble_ms_largest``: of one step.
-        ``series_ms``: every step.
+        ``bubble_ms``: time of the steps until ``settled`` beyond that of as many undisturbed ones before the
+        request, and ``bubble_ms_ahead``, part of it, of those until ``rested`` and of the next
+        ``CATCH_UP_STEPS`` beyond later ones; ``bubble_ms_largest``: of one step. ``series_ms``: every step.
     """
     steps = [(end - begin, end) for begin, end in itertools.pairwise(ends)]
     before = statistics.median(time for time, end in steps if end <= requested)
-    after = statistics.median(time for time, end in steps if end - time >= settled)
+    after = statistics.median(time for time, end in steps if end - time >= rested)
     affected = [time for time, end in steps if end > requested and end - time < settled]
+    meanwhile = [time for time, end in steps if settled <= end - time < rested]
+    meanwhile += [time for time, end in steps if end - time >= rested][:CATCH_UP_STEPS]
     extra = [1e3 * (time - before) for time in affected]
-    next_ones = [time for time, end in steps if end - time >= settled][:CATCH_UP_STEPS]
+    ahead = [1e3 * (time - after) for time in meanwhile]
     return {
-        "bubble_ms": sum(extra) + 1e3 * (sum(next_ones) - len(next_ones) * after),
-        "bubble_ms_largest": max(extra, default=0.0),
+        "bubble_ms": sum(extra) + sum(ahead),
+        "bubble_ms_ahead": sum(ahead),
+        "bubble_ms_largest": max(extra + ahead, default=0.0),
         "steps_affected": len(affected),
+        "steps_ahead": len(ahead) - CATCH_UP_STEPS,
         "step_ms_before": 1e3 * before,
         "step_ms_after": 1e3 * after,
         "series_ms": [round(1e3 * time, 3) for time, _ in steps],

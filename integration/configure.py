@@ -103,12 +103,19 @@ def follow_coldest(worker: Any) -> int:
     """Order groups by the hits counted so far and copy the coldest to their homes now; bytes copied."""
     slab = worker._memory.slab
     geometry = slab.geometry
-    for layer, hits in enumerate(worker._memory.hits.tolist()):
-        groups = range(geometry.movable_groups)
-        use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in groups]
-        slab.set_coldness(layer, sorted(groups, key=use.__getitem__))
-    copied: int = slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
+    with worker._mover.paused():
+        for layer, hits in enumerate(worker._memory.hits.tolist()):
+            groups = range(geometry.movable_groups)
+            use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in groups]
+            slab.set_coldness(layer, sorted(groups, key=use.__getitem__))
+        copied: int = slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     return copied
+
+
+def rested_at(worker: Any) -> float | None:
+    """When the worker's thread last ended covering ahead, by ``time.monotonic``; ``None`` while it does."""
+    mover = worker._mover
+    return None if mover.busy or mover.covering else mover.rested_at
 
 
 def host_bytes(worker: Any, tokens: int, top_k: int) -> list[float]:

@@ -135,6 +135,8 @@ class VampWorkerMixin:
         # The warm-up takes steps of its own, whose outputs nobody reads and whose tokens mean nothing.
         self._report, self._steps = self._capacity_report, 0
         self._memory.hits.zero_()
+        # Not before: no page may be mapped while a graph is captured.
+        self._mover.cover()
         return times
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
@@ -152,7 +154,8 @@ class VampWorkerMixin:
                 self._take_outcome(wait=True)
             self._order_by_use()
         if self._homes_due and not self._mover.busy:
-            self._follow_coldest()
+            with self._mover.paused():
+                self._follow_coldest()
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:

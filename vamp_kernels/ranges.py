@@ -3,8 +3,8 @@
 Here they are ``layer`` and, inside it, ``quantize`` (of the tokens, for fp8), ``route``, ``copy``, ``up``,
 ``down`` and ``combine``. With few tokens ``up`` and ``down`` do the rest as well. Ranges surround launches,
 not kernels: a graph's replays have none. Users of the kernels have others for what they do around them:
-``step``, ``move`` with ``redirect``, ``prepare``, ``agree``, ``publish`` and ``abandon`` inside it,
-``home refresh``, and ``staging``, the copies ahead of a layer.
+``step``, ``move`` with ``redirect``, ``prepare``, ``agree``, ``publish`` and ``abandon`` inside it, ``clear``
+and ``cover ahead`` after it, ``home refresh``, and ``staging``, the copies ahead of a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS = ("layer", "quantize", "route", "copy", "up", "down", "combine")
-MOVE = ("move", "request", "redirect", "prepare", "agree", "publish", "clear", "abandon")
+MOVE = ("move", "request", "redirect", "prepare", "agree", "publish", "clear", "abandon", "cover ahead")
 PHASES = ("step", *MOVE, "home refresh", "staging")
 _installed: Callable[[str], AbstractContextManager[object]] | None = None
 

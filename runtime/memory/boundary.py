@@ -6,7 +6,7 @@ import enum
 import hashlib
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,9 +19,13 @@ from vamp_runtime.memory.move import Move as Move
 from vamp_runtime.memory.move import MoveKind as MoveKind
 from vamp_runtime.memory.move import Outcome as Outcome
 from vamp_runtime.memory.move import Swap
-from vamp_runtime.memory.page_work import PageWork
+from vamp_runtime.memory.page_work import PageWork, in_tail_order
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.transaction import Transaction
+
+#: Pages that one slice of covering ahead maps: 0.1 to 0.2 ms on an H200, in which steps may wait for the
+#: driver.
+SLICE_PAGES = 4
 
 
 class MoveState(enum.Enum):
@@ -35,18 +39,29 @@ class Boundary:
     """Walks a move: ``request``, ``redirect``, ``prepare``, ``agree``; then ``publish`` or ``abandon``.
 
     A rank that refuses a move, or whose driver fails, still takes every step up to ``agree``, where it votes
-    against; then every rank abandons. For one thread at a time, but for ``clear``. ``StateLost`` from any
-    step ends the process.
+    against; then every rank abandons. For one thread at a time. ``StateLost`` from any step ends the process.
+
+    Pages stay mapped where they were, and are mapped ahead where they may come (``cover_ahead``).
+
+    Args:
+        strict: no address that nobody may use leads anywhere between moves, so that a stray access faults
+            there: everything is unmapped after a move, and nothing mapped ahead of one.
 
     Attributes:
         epoch: of the last move requested, published or not.
     """
 
     def __init__(
-        self, slab: ExpertSlab, region: KVRegion, agreement: Agreement, driver: MemoryDriver
+        self,
+        slab: ExpertSlab,
+        region: KVRegion,
+        agreement: Agreement,
+        driver: MemoryDriver,
+        strict: bool = False,
     ) -> None:
         self.slab = slab
         self.region = region
+        self.strict = strict
         self.epoch = 0
         self.state = MoveState.IDLE
         self._agreement = agreement
@@ -93,14 +108,13 @@ class Boundary:
     def prepare(self) -> bool:
         """Move the pages, all or none; whether this rank is ready to publish.
 
-        Pages are mapped where they go at once. Where queued kernels may read them they stay until the mark.
+        Pages are mapped where they go at once. What queued kernels may read stays as it is until the mark.
         """
         assert self.state is MoveState.REDIRECTED
         self.state = MoveState.PREPARED
         if not self._reason:
             try:
                 started = time.perf_counter()
-                self.slab.clear()  # what the move before was refused
                 with ExitStack() as stack:
                     tx = stack.enter_context(Transaction())
                     tx.on_undo(self._driver.synchronize)
@@ -149,15 +163,29 @@ class Boundary:
 
     @ranged("clear")
     def clear(self) -> None:
-        """After an agreed move, unmap its pages where nobody reads them any more; others may have them.
+        """Between moves, unmap what lies at addresses that nobody may use.
 
-        What the driver refuses is left to the next move, which is refused unless it works then. On the thread
-        of ``prepare``, at any time before the next one.
+        Raises:
+            DriverError: a call was refused; the rest stays where it is, which does no harm.
         """
-        try:
-            self.slab.clear()
-        except DriverError:
-            traceback.print_exc()
+        assert self.state is MoveState.IDLE
+        self.region.uncover()
+        self.slab.clear()
+
+    def cover_ahead(self, levels: int, slice_pages: int = SLICE_PAGES) -> Iterator[int]:
+        """Between moves, map behind the KV tail what an offload of ``levels`` levels would take by now.
+
+        Fewer where there are no more, or their homes are not ready. The next move takes what it chooses, and
+        maps what differs: this is a cache, in which ranks may differ. Each turn of the iterator maps
+        ``slice_pages`` pages at most, and gives their number; no move may begin while one is under way.
+        Meanwhile another thread may claim blocks, and set coldness. Strict boundaries cover nothing.
+
+        Raises:
+            DriverError: a call was refused; the rest is as useful as before.
+        """
+        epoch, pages = self.epoch, self._next_pages(levels)
+        while covered := self._cover_slice(epoch, pages, slice_pages):
+            yield covered
 
     @ranged("abandon")
     def abandon(self, reason: str = "") -> Outcome:
@@ -188,10 +216,12 @@ class Boundary:
         self.request(move)
         self.redirect()
         self.prepare()
-        if not self.agree():
-            return self.abandon()
-        outcome = self.publish()
-        self.clear()
+        outcome = self.publish() if self.agree() else self.abandon()
+        if self.strict:
+            try:
+                self.clear()
+            except DriverError:  # what still leads somewhere can wait for the next move's end
+                traceback.print_exc()
         return outcome
 
     def offload(self, levels: int) -> Outcome:
@@ -228,6 +258,28 @@ class Boundary:
                 )
         if region.pages != self._pages_at_level_0 + slab.level * slab.geometry.pages_per_level:
             raise IntegrityError(f"the KV cache has {region.pages} pages at level {slab.level}")
+
+    def close(self) -> None:
+        """Give back every page and address of region and slab, whatever lies where."""
+        self.region.uncover()
+        self.slab.close()
+        self.region.close()
+
+    def _next_pages(self, levels: int) -> list[int]:
+        """Pages of the levels that would leave next, at most ``levels``, in their order behind the tail."""
+        slab, per_level = self.slab, self.slab.geometry.pages_per_level
+        levels = min(levels, slab.geometry.max_level - slab.level)
+        levels = min(levels, (self.region.geometry.max_pages - self.region.pages) // per_level)
+        if self.strict or levels < 1:
+            return []
+        groups = [slab.ready(layer, levels) for layer in range(slab.geometry.layers)]
+        least = min(map(len, groups))
+        return in_tail_order(slab, [of_layer[:least] for of_layer in groups])
+
+    @ranged("cover ahead")
+    def _cover_slice(self, epoch: int, pages: Sequence[int], most: int) -> int:
+        assert self.state is MoveState.IDLE and epoch == self.epoch, "the tail is no longer the one to cover"
+        return self.region.cover(pages, most)
 
     def _next(self, kind: MoveKind, levels: int) -> Move:
         return Move(self.epoch + 1, kind, levels, self.slab.level, self.region.claimed)

@@ -1,4 +1,4 @@
-"""The KV cache's address range, of which only the head is backed, and its tail that grows and shrinks."""
+"""The KV cache's address range, of which only the head is its own, and its tail that grows and shrinks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vamp_runtime.errors import ConfigError, IntegrityError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.geometry import KVGeometry
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
-from vamp_runtime.memory.mapped import map_pages, unmap_pages
+from vamp_runtime.memory.mapped import PageMap, Place
 from vamp_runtime.memory.transaction import Transaction
 
 FREE = Owner(OwnerKind.FREE)
@@ -19,6 +19,10 @@ RESERVE = Owner(OwnerKind.RESERVE)
 
 class KVRegion:
     """Pages of the KV cache. Pages that hold bytes of a claimed block are KV in the ledger, others RESERVE.
+
+    Addresses beyond the tails are *covered* where a page lies there that is somebody else's: one that has
+    left, or may come. No block table names a block there, and a page that comes to where it lies takes no
+    driver call.
 
     Args:
         pages: pages backed and zeroed at first, all RESERVE until blocks are claimed.
@@ -40,10 +44,13 @@ class KVRegion:
         self._driver = driver
         self._ledger = ledger
         self._pages: list[int] = []
+        self._mapped = PageMap(driver, geometry.page_bytes)
         with Transaction() as tx:
             self._base = driver.reserve(self.nbytes)
             tx.on_undo(partial(driver.free, self._base, self.nbytes))
-            self.push(tx, self._create(tx, pages))
+            handles = self._create(tx, pages)
+            tx.on_undo(self.uncover)
+            self.push(tx, handles)
             driver.synchronize()
             tx.commit()
 
@@ -72,27 +79,46 @@ class KVRegion:
         self.claimed = blocks
 
     def push(self, tx: Transaction, handles: Sequence[int]) -> None:
-        """Put FREE, unmapped pages behind the tails, as RESERVE, and queue their zeroing."""
-        self.cover(tx, handles)
+        """Put FREE pages behind the tails, as RESERVE, and queue their zeroing."""
+        self.cover(handles)
         self.extend(tx, handles)
 
-    def cover(self, tx: Transaction, handles: Sequence[int]) -> None:
-        """Map pages behind the addresses that follow the tails, ahead of ``extend``.
+    def cover(self, handles: Sequence[int], most: int | None = None) -> int:
+        """Let pages lie behind the addresses that follow the tails, at most ``most`` that do not; how many.
 
-        They may belong to others, and be read where else they lie: nothing is written.
+        They may belong to others, and be read where else they lie: nothing is written. There is no undo,
+        since what covers the tails harms nobody.
+
+        Raises:
+            DriverError: a call was refused; what covers the tails is known all the same.
         """
-        map_pages(tx, self._driver, self._ledger.page_bytes, self._shares(handles))
+        return self._mapped.lay(self._shares(handles), most)
+
+    def uncover(self) -> None:
+        """Unmap everything beyond the tails.
+
+        Raises:
+            DriverError: a call was refused; the rest still covers them.
+        """
+        self._mapped.clear(map(self._page_address, self._beyond()))
+
+    @property
+    def covered(self) -> dict[int, int]:
+        """The page that lies at each covered index beyond the tails."""
+        found = ((page, self._mapped.at(self._page_address(page))) for page in self._beyond())
+        return {page: handle for page, handle in found if handle is not None}
 
     def extend(self, tx: Transaction, handles: Sequence[int]) -> None:
         """Count FREE pages that cover the tails as RESERVE, and queue their zeroing."""
         shares = self._shares(handles)
+        assert all(share in self._mapped for share in shares), "pages count that do not lie there"
         tx.do(partial(self._append, handles), partial(self._drop, len(handles)))
         # Pages that are still being zeroed must not be unmapped.
         tx.on_undo(self._driver.synchronize)
         self._zero(shares)
 
     def shrink(self, tx: Transaction, n: int) -> list[int]:
-        """Count the last ``n`` pages as FREE; they cover the tails until ``uncover``.
+        """Count the last ``n`` pages as FREE; they go on covering the tails.
 
         The undo queues their zeroing, since whoever got them may have overwritten them.
         """
@@ -104,16 +130,12 @@ class KVRegion:
         tx.on_undo(partial(self._append_zeroed, handles))
         return handles
 
-    def uncover(self, tx: Transaction, handles: Sequence[int]) -> None:
-        """Unmap pages from the addresses that follow the tails."""
-        unmap_pages(tx, self._driver, self._ledger.page_bytes, self._shares(handles))
-
     def last(self, n: int) -> list[int]:
         """The last ``n`` pages of the tails."""
         return self._pages[self.pages - n :]
 
     def check_integrity(self) -> None:
-        """Pages are owned as ``claimed`` says, and no other page is owned so.
+        """Pages are owned as ``claimed`` says and lie in their order, and no other page is owned so.
 
         Raises:
             IntegrityError: naming the page.
@@ -125,14 +147,15 @@ class KVRegion:
             wanted = KV if page < held else RESERVE
             if self._ledger.owner(handle) != wanted:
                 raise IntegrityError(f"KV page {page} belongs to {self._ledger.owner(handle)}, not {wanted}")
+            if (self._page_address(page), [handle]) not in self._mapped:
+                raise IntegrityError(f"KV page {page} is {handle}, which does not lie there")
         owned = self._ledger.count(OwnerKind.KV) + self._ledger.count(OwnerKind.RESERVE)
         if owned != self.pages:
             raise IntegrityError(f"{owned} pages are owned by the KV cache, {self.pages} are backed")
 
     def close(self) -> None:
-        """Give back every page and the addresses. The slab comes first: its pages may still lie there too."""
-        for offset, nbytes in self.geometry.page_ranges(0, self.pages):
-            self._driver.unmap(self._base + offset, nbytes)
+        """Give back every page and the addresses. Nobody else's addresses may lead to its pages any more."""
+        self._mapped.clear(map(self._page_address, range(self.geometry.max_pages)))
         for handle in self._pages:
             self._ledger.remove(handle)
             self._driver.release(handle)
@@ -155,14 +178,21 @@ class KVRegion:
             handles.append(handle)
         return handles
 
-    def _shares(self, handles: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+    def _beyond(self) -> range:
+        """Indices of the pages that the tails could still take."""
+        return range(self.pages, self.geometry.max_pages)
+
+    def _page_address(self, page: int) -> int:
+        return self._base + self.geometry.page_offset(page)
+
+    def _shares(self, handles: Sequence[int]) -> list[Place]:
         """Where pages that follow the tails lie: the address, and which of them, for each position."""
         first, positions = self.pages, self.geometry.positions
         assert first + len(handles) <= self.geometry.max_pages
         ranges = self.geometry.page_ranges(first, first + len(handles))
         return [(self._base + offset, handles[at::positions]) for at, (offset, _) in enumerate(ranges)]
 
-    def _zero(self, shares: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def _zero(self, shares: Sequence[Place]) -> None:
         for address, share in shares:
             self._driver.zero(address, len(share) * self._ledger.page_bytes)
 

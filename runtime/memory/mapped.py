@@ -1,9 +1,10 @@
-"""Pages put behind addresses, and taken away again, in a transaction."""
+"""Pages put behind addresses: in a transaction that takes them away again, or left for the next move."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import count
 
 from vamp_runtime.memory.driver import MemoryDriver
 from vamp_runtime.memory.transaction import Transaction
@@ -30,3 +31,84 @@ def unmap_pages(tx: Transaction, driver: MemoryDriver, page_bytes: int, places: 
 def _map_again(driver: MemoryDriver, address: int, pages: Sequence[int], nbytes: int) -> None:
     driver.map(address, *pages)
     driver.set_access(address, nbytes)
+
+
+class PageMap:
+    """Which page the driver has mapped at each of some addresses, whoever owns it and whether needed or not.
+
+    A page may lie behind several addresses. So one that has gone elsewhere stays where it was until another
+    is to lie there, and moves of the same pages to and fro cost no driver call. What is recorded is what the
+    driver has mapped, also after it has refused a call.
+    """
+
+    def __init__(self, driver: MemoryDriver, page_bytes: int) -> None:
+        self._driver = driver
+        self._page_bytes = page_bytes
+        self._page_at: dict[int, int] = {}
+        #: Addresses with a mapping that could not be opened: to be mapped anew.
+        self._shut: set[int] = set()
+
+    def __contains__(self, place: Place) -> bool:
+        """Whether just these pages lie there, open."""
+        return all(self._page_at.get(at) == page and at not in self._shut for at, page in self._each(place))
+
+    def lay(self, places: Iterable[Place], most: int | None = None) -> int:
+        """Let pages lie behind addresses that nobody reads, at most ``most`` of those that do not; how many.
+
+        Each place lies in one reservation. What lies there in a page's stead is unmapped.
+
+        Raises:
+            DriverError: a call was refused; those before it have been done.
+        """
+        laid = 0
+        for place in places:
+            other = {at: page for at, page in self._each(place) if self._page_at.get(at) != page}
+            other |= {at: page for at, page in self._each(place) if at in self._shut}
+            if most is not None:
+                other = dict(sorted(other.items())[: most - laid])
+            self.clear(other)
+            for run in self._runs(other):
+                self._map(run, [other[at] for at in run])
+            laid += len(other)
+        return laid
+
+    def clear(self, addresses: Iterable[int]) -> None:
+        """Unmap whatever lies at these addresses of one reservation.
+
+        Raises:
+            DriverError: a call was refused; those before it have been done.
+        """
+        for run in self._runs(at for at in addresses if at in self._page_at):
+            self._driver.unmap(run[0], len(run) * self._page_bytes)
+            self._shut.difference_update(run)
+            for at in run:
+                del self._page_at[at]
+
+    def at(self, address: int) -> int | None:
+        """The page at an address."""
+        return self._page_at.get(address)
+
+    def shut(self, address: int) -> bool:
+        """Whether the page at an address could not be opened."""
+        return address in self._shut
+
+    def _map(self, run: Sequence[int], pages: Sequence[int]) -> None:
+        self._driver.map(run[0], *pages)
+        self._page_at.update(zip(run, pages, strict=True))
+        self._shut.update(run)
+        self._driver.set_access(run[0], len(run) * self._page_bytes)
+        self._shut.difference_update(run)
+
+    def _each(self, place: Place) -> Iterator[tuple[int, int]]:
+        address, pages = place
+        return zip(count(address, self._page_bytes), pages, strict=False)
+
+    def _runs(self, addresses: Iterable[int]) -> list[list[int]]:
+        """Neighbours in address, which one call can serve."""
+        found: list[list[int]] = []
+        for at in sorted(addresses):
+            if found and found[-1][-1] + self._page_bytes == at:
+                found[-1].append(at)
+            else:
+                found.append([at])
+        return found

@@ -10,7 +10,7 @@ from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import MemoryDriver, Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.ledger import Owner, OwnerKind, PageLedger
-from vamp_runtime.memory.mapped import map_pages, unmap_pages
+from vamp_runtime.memory.mapped import PageMap, map_pages, unmap_pages
 from vamp_runtime.memory.no_room import no_room
 from vamp_runtime.memory.runs import runs
 from vamp_runtime.memory.transaction import Transaction
@@ -36,8 +36,8 @@ class ExpertRecords:
 
     Args:
         lazily: reserve addresses only; ``back`` then puts pages behind one layer after the other.
-        mirror: put the home of any group that is out behind the group's own addresses too. Otherwise nothing
-            lies there, which spares a move most of its driver calls.
+        mirror: put the home of any group that is out behind the group's own addresses too. Otherwise nobody
+            reads there, and the pages that it had stay mapped until others are to lie there.
 
     Raises:
         ConfigError: a tier has no room; nothing is left behind.
@@ -56,8 +56,8 @@ class ExpertRecords:
         self.ledger = ledger
         self.geometry = geometry
         self.mirror = mirror
-        #: Address and bytes of pages that are somebody else's now and still lie where their group was.
-        self._left: list[tuple[int, int]] = []
+        #: Without ``mirror``, what lies behind own addresses.
+        self._own = PageMap(driver, geometry.page_bytes)
         self._base: list[list[int]] = []
         self._backed = 0
         if geometry.host_homes and Tier.HOST not in driver.tiers:
@@ -116,9 +116,10 @@ class ExpertRecords:
         """Take the HBM pages of groups, which nobody may read at their own addresses any more; they become
         FREE.
 
-        With ``mirror`` the groups' homes take their place. Otherwise they stay mapped there until ``clear``:
-        a growth need not wait for that. The undo copies the experts back from the home aliases, since whoever
-        got the pages may have overwritten them; those copies may still run after it.
+        With ``mirror`` the groups' homes take their place. Otherwise they stay mapped there: no driver is
+        called, and a group that gets the same pages back need not map them. The undo copies the experts back
+        from the home aliases, since whoever got the pages may have overwritten them; those copies may still
+        run after it.
 
         Args:
             homes: home slot of each group.
@@ -128,34 +129,37 @@ class ExpertRecords:
         if self.mirror:
             self._unmap(tx, layer, pages)
             self._map(tx, layer, self._home_pages(layer, homes))
-        else:
-            size = self.geometry.page_bytes
-            left = [(address, len(share) * size) for address, share in self._stretches(layer, pages)]
-            tx.do(partial(self._left.extend, left), partial(self._keep, left))
         for group, share in pages.items():
             self._hand_over(tx, share, Owner(OwnerKind.EXPERT, layer, group), FREE)
 
-    def clear(self) -> None:
-        """Unmap what ``take_out`` has left, once its move is agreed; nothing is left before the next one.
-
-        Raises:
-            DriverError: an unmapping was refused; it and those after it are still to be done.
-        """
-        while self._left:
-            self.driver.unmap(*self._left[-1])
-            self._left.pop()
-
-    def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+    def lay(self, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         """Put pages behind the own addresses of groups that are out, ahead of ``bring_back``.
 
-        They may belong to others, and be read where else they lie. With ``mirror`` the groups' homes are read
-        at these addresses, and nothing is done.
+        They may belong to others, and be read where else they lie. There is no undo, since nobody reads
+        there. With ``mirror`` the groups' homes are read at these addresses, and nothing is done.
 
         Args:
             pages: of each group, part by part in address order.
+
+        Raises:
+            DriverError: a call was refused; what lies there is known all the same.
         """
         if not self.mirror:
-            self._map(tx, layer, pages)
+            self._own.lay(self._stretches(layer, pages))
+
+    def clear(self) -> None:
+        """Without ``mirror``, unmap what lies behind the own addresses of groups that are out.
+
+        Raises:
+            DriverError: a call was refused; the rest still lies there.
+        """
+        for layer in range(self._backed):
+            self._clear(layer, [g for g in range(self.geometry.groups) if not self.pages(layer, g)])
+
+    def lies_at_home(self, layer: int, group: int) -> bool:
+        """Whether a group's pages lie behind its own addresses."""
+        places = self._stretches(layer, {group: self.pages(layer, group)})
+        return self.mirror or all(place in self._own for place in places)
 
     def bring_back(
         self, tx: Transaction, layer: int, homes: Mapping[int, int], pages: Mapping[int, Sequence[int]]
@@ -173,13 +177,16 @@ class ExpertRecords:
         self._copy_from_homes(layer, homes)
 
     def close(self) -> None:
-        """Unmap and release everything, whatever lies behind the own addresses now."""
-        self.clear()
+        """Unmap and release everything, whatever lies behind the own addresses now.
+
+        Nobody else's addresses may lead to its pages any more.
+        """
         geometry = self.geometry
         for layer, part in self._layer_parts():
             size, backed = geometry.part_bytes[part], layer < self._backed
-            for first, end in self._own_runs(layer) if backed else ():
-                self.driver.unmap(self.address(layer, part, first), (end - first) * size)
+            if backed and self.mirror:
+                self.driver.unmap(self.address(layer, part, 0), geometry.own_slots * size)
+            self._own.clear(self._addresses(layer, part, range(geometry.groups)))
             if backed and geometry.home_slots:
                 homes = geometry.home_slots * geometry.group * size
                 self.driver.unmap(self.address(layer, part, geometry.home_slot_base), homes)
@@ -210,7 +217,11 @@ class ExpertRecords:
         geometry, own, homes = self.geometry, {}, {}
         for group in range(geometry.groups):
             own[group] = self._create(tx, Tier.HBM, Owner(OwnerKind.EXPERT, layer, group))
-        self._map(tx, layer, own)
+        if self.mirror:
+            self._map(tx, layer, own)
+        else:
+            tx.on_undo(partial(self._clear, layer, own))
+            self.lay(layer, own)
         for home in range(geometry.home_slots):
             tier = Tier.PEER if home < geometry.peer_homes else Tier.HOST
             homes[self.home_place(home)] = self._create(tx, tier, Owner(OwnerKind.HOME, layer, home))
@@ -238,16 +249,16 @@ class ExpertRecords:
             tx.on_undo(partial(self.ledger.remove, handle))
         return self.ledger.pages(owner)
 
-    def _own_runs(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Stretches of own slots with pages behind them, ``(first, end)``."""
-        geometry, first = self.geometry, 0
-        for group in range(geometry.groups):
-            if not self.mirror and not self.pages(layer, group):
-                if first < group * geometry.group:
-                    yield first, group * geometry.group
-                first = (group + 1) * geometry.group
-        if first < geometry.own_slots:
-            yield first, geometry.own_slots
+    def _clear(self, layer: int, groups: Iterable[int]) -> None:
+        groups = list(groups)
+        for part in range(self.geometry.parts):
+            self._own.clear(self._addresses(layer, part, groups))
+
+    def _addresses(self, layer: int, part: int, groups: Iterable[int]) -> Iterator[int]:
+        """Of every page of groups."""
+        for group in groups:
+            first = self.address(layer, part, group * self.geometry.group)
+            yield from range(first, first + self.geometry.part_group_bytes(part), self.geometry.page_bytes)
 
     def _layer_parts(self) -> Iterator[tuple[int, int]]:
         for layer in range(self.geometry.layers):
@@ -277,10 +288,6 @@ class ExpertRecords:
 
     def _unmap(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         unmap_pages(tx, self.driver, self.geometry.page_bytes, self._stretches(layer, pages))
-
-    def _keep(self, left: Sequence[tuple[int, int]]) -> None:
-        """The undo of leaving pages mapped: they are the groups' own again."""
-        del self._left[len(self._left) - len(left) :]
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""

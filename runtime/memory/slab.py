@@ -17,10 +17,10 @@ from vamp_runtime.memory.transaction import Transaction
 
 
 class ExpertSlab:
-    """Records, home slots and slot table of all layers. For one thread at a time, but for ``clear``.
+    """Records, home slots and slot table of all layers. For one thread at a time.
 
     A group is resident, or redirected (its experts are read through the home alias), or redirected and out
-    (its HBM pages are gone; behind its own addresses lies its home too, or nothing).
+    (its HBM pages are gone; behind its own addresses lies its home too, or what nobody may read).
 
     Args:
         order: per layer, ``order[layer][expert]`` is the record that the expert takes; default its index.
@@ -82,7 +82,7 @@ class ExpertSlab:
         return self._order[layer][expert]
 
     def readable(self, layer: int, expert: int) -> bool:
-        """Whether something lies behind the expert's own address."""
+        """Whether the expert's bytes lie behind its own address."""
         group = self.record(layer, expert) // self.geometry.group
         return self._records.mirror or bool(self.pages(layer, group))
 
@@ -168,22 +168,22 @@ class ExpertSlab:
         self._redirected[layer].remove(group)
 
     def take_out(self, tx: Transaction, layer: int, groups: Sequence[int]) -> None:
-        """Take the pages of redirected groups; they are FREE now. Without ``mirror``, ``clear`` follows."""
+        """Take the pages of redirected groups; they are FREE now."""
         assert self._redirected[layer].issuperset(groups) and not {*self._out[layer]} & {*groups}
         self._records.take_out(tx, layer, self._valid_homes(layer, groups))
 
     def clear(self) -> None:
-        """Take the pages of groups that left away from their own addresses, once the move is agreed.
+        """Without ``mirror``, unmap what lies behind the own addresses of groups that are out.
 
         Raises:
-            DriverError: one was refused; the rest is still to be done, and must be before the next move.
+            DriverError: a call was refused; the rest still lies there.
         """
         self._records.clear()
 
-    def lay(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
-        """Put ``pages`` of others behind the addresses of groups that are out, where nothing lies there."""
+    def lay(self, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
+        """Put ``pages`` of others behind the addresses of groups that are out, where nobody reads."""
         assert {*self._out[layer]}.issuperset(pages)
-        self._records.lay(tx, layer, pages)
+        self._records.lay(layer, pages)
 
     def bring_back(self, tx: Transaction, layer: int, pages: Mapping[int, Sequence[int]]) -> None:
         """Give groups FREE ``pages``, after ``lay``; their bytes may still be on their way."""
@@ -216,7 +216,7 @@ class ExpertSlab:
     def verify(self, layer: int, expert: int) -> None:
         """Hold the expert's bytes, where the slot table says and at its own address, against ``seal``.
 
-        Nothing lies at the own addresses of groups that are out without ``mirror``.
+        Without ``mirror`` nobody's bytes need lie at the own addresses of groups that are out.
 
         Raises:
             IntegrityError: naming layer, expert and slot.
@@ -235,7 +235,7 @@ class ExpertSlab:
     def check_integrity(self) -> None:
         """Own addresses are backed, by HBM or by a valid home, and the slot table names nothing else.
 
-        Without ``mirror`` they are not backed where a group is out.
+        Without ``mirror`` anything or nothing lies there where a group is out.
 
         Holds between any two steps of a move.
 
@@ -257,7 +257,7 @@ class ExpertSlab:
                 self._check_group(layer, group)
 
     def close(self) -> None:
-        """Give back every page and address, also with groups out."""
+        """Give back every page and address, also with groups out. ``KVRegion.uncover`` comes first."""
         self._records.close()
 
     def _home_jobs(self, most: int) -> list[tuple[HomeCopies, int]]:
@@ -298,6 +298,8 @@ class ExpertSlab:
         name = f"layer {layer}: group {group}"
         if pages not in (0, self.geometry.pages_per_group):
             raise IntegrityError(f"{name} has {pages} of {self.geometry.pages_per_group} pages")
+        if pages and not self._records.lies_at_home(layer, group):
+            raise IntegrityError(f"{name} has pages that do not lie behind its own addresses")
         if (redirected or not pages) and home is None:
             raise IntegrityError(f"{name} is out of HBM or redirected without a valid home")
         if group in self._out[layer] and not redirected:

@@ -167,13 +167,26 @@ def test_a_bubble_is_what_the_steps_of_a_move_took_beyond_others(bench: Any) -> 
     ends = [0.0]
     for step in times:
         ends.append(ends[-1] + step)
-    found = bench["steps"].bubble(ends, requested=0.2001, settled=0.2300)
+    found = bench["steps"].bubble(ends, requested=0.2001, settled=0.2300, rested=0.2300)
     assert found["steps_affected"] == 2
     assert found["bubble_ms"] == pytest.approx(11.0 - 2.0 + 1.0) and found[
         "bubble_ms_largest"
     ] == pytest.approx(8.0)
     assert found["step_ms_before"] == pytest.approx(10.0) and found["step_ms_after"] == pytest.approx(11.0)
     assert len(found["series_ms"]) == 44
+
+
+def test_a_bubble_lasts_until_nothing_is_mapped_ahead(bench: Any) -> None:
+    times = [0.010] * 20 + [0.013, 0.018] + [0.012] * 10 + [0.020, 0.0115] + [0.011] * 20
+    ends = [0.0]
+    for step in times:
+        ends.append(ends[-1] + step)
+    found = bench["steps"].bubble(ends, requested=0.2001, settled=0.2305, rested=0.3600)
+    assert (found["steps_affected"], found["steps_ahead"]) == (2, 11)
+    assert found["bubble_ms_ahead"] == pytest.approx(10 * 1.0 + 9.0 + 0.5)
+    assert found["bubble_ms"] == pytest.approx(11.0 + found["bubble_ms_ahead"])
+    assert found["bubble_ms_largest"] == pytest.approx(9.0)
+    assert found["step_ms_after"] == pytest.approx(11.0)
 
 
 def test_a_growth_tells_how_long_its_phases_took(bench: Any) -> None:

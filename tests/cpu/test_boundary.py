@@ -3,8 +3,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.boundary_suite import OFFLOAD, RESTORE, BoundarySuite, PeerSuite, move
+from support.boundary_suite import EVERY_CALL, MAPPING, OFFLOAD, RESTORE, BoundarySuite, PeerSuite, move
 from support.deferring import DeferringDriver
+from support.faulty import FaultyDriver
 from support.hashed_moves import move_and_compare
 from support.rigs import SHAPES, Rig, Shape, build_rig
 
 from vamp_kernels import ranges
-from vamp_runtime.errors import IntegrityError
+from vamp_runtime.errors import DriverError, IntegrityError
 from vamp_runtime.memory.boundary import MoveKind
 from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.host import HostDriver
@@ -93,14 +95,21 @@ def test_the_phases_of_a_move_stand_in_their_ranges(driver: HostDriver) -> None:
         assert rig.boundary.offload(1).ok
         assert not rig.boundary.restore(9).ok
         rig.slab.refresh_homes(0)
+        assert list(rig.boundary.cover_ahead(0)) == []
     finally:
         ranges.install(None)
     walk = "move request / redirect / prepare / agree / {} / / "
-    assert " ".join(seen) == walk.format("publish / clear") + walk.format("abandon") + "home refresh /"
+    assert " ".join(seen) == walk.format("publish") + walk.format("abandon") + "home refresh / cover ahead /"
+
+
+faults = st.one_of(st.just(0), st.integers(1, 40))
 
 
 class Moves(RuleBasedStateMachine):
-    """Any sequence of moves, claims and changes of coldness, held against a few lines of arithmetic."""
+    """Any sequence of moves, claims and changes of coldness, held against a few lines of arithmetic.
+
+    Any driver call of a move, or of covering ahead of one, may be refused.
+    """
 
     @initialize(
         shape=st.sampled_from(SHAPES),
@@ -110,15 +119,18 @@ class Moves(RuleBasedStateMachine):
         peer=st.integers(0, 6),
     )
     def build(self, shape: Shape, ratio: float, homes: int, spare: int, peer: int) -> None:
-        self.driver = HostDriver(4096, dict.fromkeys(Tier, 1 << 24))
+        self.driver = FaultyDriver(HostDriver(4096, dict.fromkeys(Tier, 1 << 24)))
+        self.driver.counted = EVERY_CALL
         shape = replace(shape, ratio=ratio, spare_homes=spare)
         shape = replace(shape, peer_homes=min(peer, shape.slab(4096).home_slots))
         budget = homes * shape.slab(4096).group_bytes
         self.rig = build_rig(self.driver, shape, homes=budget)
         self.level = 0
 
-    @rule(kind=st.sampled_from([OFFLOAD, RESTORE]), levels=st.integers(0, 3), cordon=st.booleans())
-    def move(self, kind: MoveKind, levels: int, cordon: bool) -> None:
+    @rule(
+        kind=st.sampled_from([OFFLOAD, RESTORE]), levels=st.integers(0, 3), cordon=st.booleans(), fault=faults
+    )
+    def move(self, kind: MoveKind, levels: int, cordon: bool, fault: int) -> None:
         rig, geometry, region = self.rig, self.rig.geometry, self.rig.region
         claimed = region.claimed // 2 if cordon and kind is RESTORE else region.claimed
         held = region.geometry.pages_for_blocks(claimed)
@@ -129,16 +141,21 @@ class Moves(RuleBasedStateMachine):
             possible = room and all(len(rig.slab.ready(layer, levels)) == levels for layer in layers)
         else:
             possible = levels <= self.level and held <= region.pages - levels * geometry.pages_per_level
-        outcome = rig.boundary.run(move(rig.boundary, kind, levels, claimed))
-        assert outcome.ok is (possible and levels > 0), outcome.reason
+        with self.refusing(fault):
+            outcome = rig.boundary.run(move(rig.boundary, kind, levels, claimed))
+        assert outcome.ok is (possible and levels > 0) or (self.refused and not outcome.ok), outcome.reason
         if outcome.ok:
             self.level += levels if kind is OFFLOAD else -levels
             assert region.claimed == claimed
         assert outcome.level == self.level
         assert rig.kv_pages()[:held] == kept
 
-    @rule(pairs=st.lists(st.tuples(*[st.integers(0, 5)] * 2), min_size=2, max_size=2), alone=st.booleans())
-    def swap(self, pairs: list[tuple[int, int]], alone: bool) -> None:
+    @rule(
+        pairs=st.lists(st.tuples(*[st.integers(0, 5)] * 2), min_size=2, max_size=2),
+        alone=st.booleans(),
+        fault=faults,
+    )
+    def swap(self, pairs: list[tuple[int, int]], alone: bool, fault: int) -> None:
         rig, kv = self.rig, self.rig.kv_pages()
         asked = [Swap(layer, *pair) for layer, pair in enumerate(pairs)][alone:]
         out = [list(rig.slab.out(layer)) for layer in range(2)]
@@ -148,12 +165,43 @@ class Moves(RuleBasedStateMachine):
             and rig.slab.home_of(pair.layer, pair.leaving) is not None
             for pair in asked
         )
-        outcome = rig.boundary.swap(asked)
-        assert outcome.ok is possible, outcome.reason
-        for pair in asked if possible else ():
+        with self.refusing(fault):
+            outcome = rig.boundary.swap(asked)
+        assert outcome.ok is possible or (self.refused and not outcome.ok), outcome.reason
+        for pair in asked if outcome.ok else ():
             out[pair.layer][out[pair.layer].index(pair.returning)] = pair.leaving
         assert [list(rig.slab.out(layer)) for layer in range(2)] == out
         assert outcome.level == self.level and rig.kv_pages() == kv
+
+    @rule(levels=st.integers(0, 4), slice_pages=st.integers(1, 9), turns=st.integers(0, 9), fault=faults)
+    def cover(self, levels: int, slice_pages: int, turns: int, fault: int) -> None:
+        before, covered = self.rig.snapshot(), []
+        with self.refusing(fault), suppress(DriverError):
+            covered += islice(self.rig.boundary.cover_ahead(levels, slice_pages), turns)
+        assert all(1 <= pages <= slice_pages for pages in covered)
+        assert self.rig.snapshot() == before
+
+    @rule(levels=st.integers(1, 3))
+    def come_and_go(self, levels: int) -> None:
+        """What lies where it goes is not mapped again, in however many moves it goes and comes back."""
+        rig, boundary, geometry = self.rig, self.rig.boundary, self.rig.geometry
+        levels = min(levels, geometry.max_level - self.level)
+        if min(len(rig.slab.ready(layer, levels)) for layer in range(geometry.layers)) < max(levels, 1):
+            return
+        assert sum(boundary.cover_ahead(levels)) <= levels * geometry.pages_per_level
+        with self.refusing(0):
+            assert boundary.offload(levels).ok
+            assert all(boundary.restore(1).ok for _ in range(levels))
+            rig.check()
+            assert all(boundary.offload(1).ok for _ in range(levels))
+            assert boundary.restore(levels).ok
+            called = set(self.driver.log)
+        assert rig.slab._records.mirror or boundary.strict or called.isdisjoint(MAPPING)
+
+    @rule()
+    def unmap_strays(self) -> None:
+        self.rig.boundary.clear()
+        assert not self.rig.strays()
 
     @rule(share=st.floats(0, 1))
     def claim(self, share: float) -> None:
@@ -171,6 +219,13 @@ class Moves(RuleBasedStateMachine):
         nbytes = budget * self.rig.geometry.group_bytes
         assert self.rig.slab.refresh_homes(nbytes) <= nbytes
 
+    @contextmanager
+    def refusing(self, fault: int) -> Iterator[None]:
+        """Inside, the ``fault``-th driver call is refused; whether there was one is known afterwards."""
+        self.driver.arm(fault)
+        yield
+        self.refused, self.driver.fail_at = 0 < fault <= self.driver.counter, 0
+
     @invariant()
     def nothing_is_lost(self) -> None:
         if hasattr(self, "rig"):
@@ -186,5 +241,5 @@ class Moves(RuleBasedStateMachine):
 
 TestMoves = Moves.TestCase
 TestMoves.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

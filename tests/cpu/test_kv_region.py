@@ -23,13 +23,6 @@ GEOMETRY = KVGeometry(
 )
 
 
-def pop(region: KVRegion, tx: Transaction, n: int) -> list[int]:
-    """Take the last ``n`` pages from the tails, as a restore does."""
-    handles = region.shrink(tx, n)
-    region.uncover(tx, handles)
-    return handles
-
-
 @pytest.fixture
 def driver() -> Iterator[HostDriver]:
     driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
@@ -70,6 +63,20 @@ def test_no_room_is_an_error_that_knows_a_way(driver: HostDriver) -> None:
     assert KVRegion(driver, ledger, GEOMETRY, GEOMETRY.pages_for_blocks(2)).blocks == 2
 
 
+def test_a_refused_call_while_building_leaves_nothing_behind(driver: HostDriver) -> None:
+    for k in range(1, 100):
+        faulty, ledger = FaultyDriver(driver, k), PageLedger(PAGE)
+        try:
+            region = KVRegion(faulty, ledger, GEOMETRY, 7)
+            break
+        except DriverError:
+            assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == 0
+    assert k > 12
+    faulty.arm(0)
+    region.close()
+    assert driver.usage() == EMPTY
+
+
 def test_claims_move_pages_between_reserve_and_kv(driver: HostDriver) -> None:
     region = build(driver, 10)
     assert kinds(region) == (0, 10, 0)
@@ -85,9 +92,9 @@ def test_claimed_pages_are_not_popped(driver: HostDriver) -> None:
     region = build(driver, 9)
     region.claim(2)
     with Transaction() as tx, pytest.raises(AssertionError, match="claimed block"):
-        pop(region, tx, 4)
+        region.shrink(tx, 4)
     with Transaction() as tx:
-        assert len(pop(region, tx, 3)) == 3
+        assert len(region.shrink(tx, 3)) == 3
         tx.commit()
     region.check_integrity()
     assert kinds(region) == (6, 0, 3)
@@ -98,7 +105,7 @@ def test_pushed_pages_are_zero_whatever_they_held(driver: HostDriver) -> None:
     driver.write(region.address(0), b"x" * 5 * PAGE)
     driver.write(region.address(0, 1), b"x" * 4 * PAGE)
     with Transaction() as tx:
-        region.push(tx, pop(region, tx, 5))
+        region.push(tx, region.shrink(tx, 5))
         tx.commit()
     assert driver.read(region.address(0), 5 * PAGE) == b"x" * 2 * PAGE + bytes(3 * PAGE)
     assert driver.read(region.address(0, 1), 4 * PAGE) == b"x" * 2 * PAGE + bytes(2 * PAGE)
@@ -108,21 +115,103 @@ def test_access_is_set_once_for_each_contiguous_range(driver: HostDriver) -> Non
     faulty = FaultyDriver(driver)
     region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 3)
     with Transaction() as tx:
-        popped = pop(region, tx, 3)
+        popped = region.shrink(tx, 3)
+        region.uncover()
         faulty.arm(0)
         region.push(tx, popped)
         tx.commit()
     assert sorted(faulty.log) == ["map"] * 2 + ["set_access"] * 2 + ["zero"] * 2
 
 
+def shrunk(region: KVRegion, n: int) -> list[int]:
+    with Transaction() as tx:
+        handles = region.shrink(tx, n)
+        tx.commit()
+    return handles
+
+
+def covered(region: KVRegion, driver: HostDriver) -> dict[int, int]:
+    """Of every page beyond the tails, what lies there: as recorded, which is what the driver has mapped."""
+    found = {}
+    for page in range(region.pages, GEOMETRY.max_pages):
+        address = region.address(0) + GEOMETRY.page_offset(page)
+        for mapping in driver._space.mappings(address, PAGE):
+            found[page] = mapping.handle
+            assert driver._space.accessible(mapping) is not region._mapped.shut(address)
+    assert region.covered == found
+    return found
+
+
+def test_a_page_that_lies_where_it_goes_takes_no_call(driver: HostDriver) -> None:
+    faulty = FaultyDriver(driver)
+    region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 9)
+    handles = shrunk(region, 6)
+    assert covered(region, driver) == dict(zip(range(3, 9), handles, strict=True))
+    faulty.arm(0)
+    assert region.cover(handles) == region.cover(handles[:3]) == 0 and not faulty.log
+    with Transaction() as tx:
+        region.extend(tx, handles[:4])
+        tx.commit()
+    assert faulty.log == ["zero"] * 2
+    assert covered(region, driver) == dict(zip((7, 8), handles[4:], strict=True))
+
+
+def test_only_what_differs_is_mapped(driver: HostDriver) -> None:
+    faulty = FaultyDriver(driver)
+    region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 9)
+    a, b, c, d, e, f = shrunk(region, 6)
+    faulty.arm(0)
+    # Pages 4, 6 and 8 are neighbours in their position, 3, 5 and 7 in the other.
+    assert region.cover([a, d, c, b, e]) == 2
+    assert faulty.log == ["unmap", "map", "set_access"]
+    assert covered(region, driver) == {3: a, 4: d, 5: c, 6: b, 7: e, 8: f}
+    faulty.arm(0)
+    assert region.cover([e, d, c, f, a, b]) == 4
+    mapped = ["map", "set_access"]
+    assert faulty.log == ["unmap", "unmap", *mapped, *mapped, "unmap", *mapped]
+    region.uncover()
+    assert covered(region, driver) == {}
+    faulty.arm(0)
+    assert region.cover([a, b, c, d, e, f], most=4) == 4 and region.cover([a, b, c, d, e, f]) == 2
+    assert set(faulty.log) == {"map", "set_access"}
+    region.close()
+    assert driver.usage().mappings == driver.usage().reservations == 0
+
+
+@pytest.mark.parametrize("call", ["map", "set_access", "unmap"])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("mode", ["once", "from_then_on"])
+def test_what_covers_the_tails_is_known_after_a_refusal(
+    driver: HostDriver, call: str, k: int, mode: str
+) -> None:
+    faulty = FaultyDriver(driver, calls={call})
+    region = KVRegion(faulty, PageLedger(PAGE), GEOMETRY, 9)
+    handles = shrunk(region, 6)
+    faulty.mode = mode
+    faulty.arm(k)
+    with pytest.raises(DriverError):
+        region.cover(handles[::-1])
+    covered(region, driver)
+    faulty.arm(0)
+    with Transaction() as tx, pytest.raises(AssertionError, match="do not lie there"):
+        region.extend(tx, handles[::-1])
+    with Transaction() as tx:
+        region.push(tx, handles[::-1])
+        tx.commit()
+    assert driver.read(region.address(0), 5 * PAGE) == bytes(5 * PAGE)
+    region.check_integrity()
+    region.close()
+    assert driver.usage() == EMPTY
+
+
 @pytest.mark.parametrize("pages", [0, 1, 4])
-def test_undone_pop_maps_again_and_zeroes(driver: HostDriver, pages: int) -> None:
+def test_undone_pop_zeroes(driver: HostDriver, pages: int) -> None:
     region = build(driver, 9)
     driver.write(region.address(0), b"x" * 5 * PAGE)
     driver.write(region.address(0, 1), b"x" * 4 * PAGE)
     before = driver.usage()
     with Transaction() as tx:
-        pop(region, tx, pages)
+        region.shrink(tx, pages)
     assert driver.usage() == before and region.pages == 9
     region.check_integrity()
     both = driver.read(region.address(0), 5 * PAGE) + driver.read(region.address(0, 1), 4 * PAGE)
@@ -132,12 +221,12 @@ def test_undone_pop_maps_again_and_zeroes(driver: HostDriver, pages: int) -> Non
 def test_undone_push_takes_the_pages_back(driver: HostDriver) -> None:
     region = build(driver, 9)
     with Transaction() as tx:
-        handles = pop(region, tx, 4)
+        handles = region.shrink(tx, 4)
         tx.commit()
     before = driver.usage()
     with Transaction() as tx:
         region.push(tx, handles)
-    assert driver.usage() == before and region.pages == 5
+    assert driver.usage() == before and region.pages == 5 and len(region.covered) == 4
     assert region._ledger.pages(FREE) == tuple(handles)
     region.check_integrity()
 
@@ -145,6 +234,7 @@ def test_undone_push_takes_the_pages_back(driver: HostDriver) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 5), st.booleans()), max_size=12))
 def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, bool]]) -> None:
+    """An odd claim lets the newest spare pages go first: other pages than before lie there."""
     driver = HostDriver(PAGE, {Tier.HBM: 16 * PAGE})
     region, spare = build(driver, 8), []
     usage = driver.usage()
@@ -152,19 +242,19 @@ def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, boo
         region.claim(min(claim, region.blocks))
         with Transaction() as tx:
             if push:
-                taken = spare[:count]
-                region.push(tx, taken)
-                left = spare[count:]
+                ordered = spare[::-1] if claim % 2 else spare
+                region.push(tx, ordered[:count])
+                left = ordered[count:]
             else:
                 top = region.pages - GEOMETRY.pages_for_blocks(region.claimed)
-                left = spare + pop(region, tx, min(count, top))
+                left = spare + region.shrink(tx, min(count, top))
             if commit:
                 tx.commit()
                 spare = left
         region.check_integrity()
         assert region.pages + len(spare) == 8
         assert region.blocks == GEOMETRY.blocks_for_pages(region.pages)
-        assert driver.usage().mappings == usage.mappings - len(spare)
+        assert driver.usage().mappings == usage.mappings - len(spare) + len(covered(region, driver))
         for block in range(region.blocks):
             assert all(len(driver.read(region.address(block, position), 6000)) == 6000 for position in (0, 1))
     driver.close()

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.boundary_suite import EVERY_CALL, OFFLOAD, RESTORE, SWAP, move
+from support.boundary_suite import EVERY_CALL, MAPPING, OFFLOAD, RESTORE, SWAP, move, reverse_coldness
 from support.faulty import FaultyDriver
-from support.rigs import BARE, RECORDS, Rig, Shape, build_rig
+from support.rigs import BARE, RECORDS, STRICT, Rig, Shape, build_rig
 
 from vamp_runtime.errors import StateLost
-from vamp_runtime.memory.boundary import MoveKind, MoveState
+from vamp_runtime.memory import mover as mover_module
+from vamp_runtime.memory.boundary import MoveKind, MoveState, Outcome
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.mover import Mover
 
@@ -30,9 +32,10 @@ class GatedDriver(FaultyDriver):
         super().__init__(inner, calls=())
         self.gate = threading.Event()
         self.gate.set()
-        self.may_unmap = threading.Event()
-        self.may_unmap.set()
         self.moved_on: set[int] = set()
+        self.may_map = threading.Event()
+        self.may_map.set()
+        self.mapping = threading.Event()
 
     def wait(self, mark: object) -> None:
         assert self.gate.wait(20.0)
@@ -40,8 +43,16 @@ class GatedDriver(FaultyDriver):
 
     def unmap(self, address: int, nbytes: int) -> None:
         self.moved_on.add(threading.get_ident())
-        assert self.may_unmap.wait(20.0)
-        self._counting("unmap", self.inner.unmap)(address, nbytes)
+        self.called("unmap")(address, nbytes)
+
+    def map(self, address: int, *handles: int) -> None:
+        self.mapping.set()
+        assert self.may_map.wait(20.0)
+        self.called("map")(address, *handles)
+
+    def called(self, name: str) -> Callable[..., Any]:
+        found = getattr(self.inner, name)
+        return self._counting(name, found) if name in self.counted else found
 
 
 @contextmanager
@@ -52,6 +63,8 @@ def open_mover(
     inner = HostDriver(4096)
     driver = GatedDriver(inner)
     rig = build_rig(driver, shape)
+    driver.moved_on.clear()
+    driver.mapping.clear()
     tables: list[list[list[int]]] = []
 
     def keep() -> None:
@@ -65,6 +78,13 @@ def open_mover(
     inner.close()
 
 
+def done(mover: Mover) -> Outcome | None:
+    """The outcome of the move under way, and nothing else under way."""
+    outcome = mover.finish(wait=True)
+    mover.rest()
+    return outcome
+
+
 def test_steps_go_on_between_redirect_and_publish() -> None:
     with open_mover() as (rig, driver, mover, tables):
         before = rig.table
@@ -74,7 +94,7 @@ def test_steps_go_on_between_redirect_and_publish() -> None:
         assert rig.boundary.state is not MoveState.IDLE and not driver.moved_on
         assert len(tables) == 1 and tables[0] != before, "the device must read homes before pages move"
         driver.gate.set()
-        outcome = mover.finish(wait=True)
+        outcome = done(mover)
         assert outcome is not None and outcome.ok and outcome.level == 2
         assert driver.moved_on and threading.get_ident() not in driver.moved_on
         assert len(tables) == 1 and not mover.busy and mover.finish() is None
@@ -85,12 +105,12 @@ def test_steps_go_on_between_redirect_and_publish() -> None:
 def test_experts_are_read_at_home_until_a_restore_is_published() -> None:
     with open_mover() as (rig, _, mover, tables):
         mover.start(move(rig.boundary, OFFLOAD, 1))
-        rig.moved(mover.finish(wait=True))
+        rig.moved(done(mover))
         out = rig.table
         tables.clear()
         mover.start(move(rig.boundary, RESTORE, 1, rig.region.claimed))
         assert not tables and rig.table == out
-        outcome = mover.finish(wait=True)
+        outcome = done(mover)
         assert outcome is not None and outcome.ok and outcome.level == 0
         assert len(tables) == 1 and tables[0] != out
         rig.moved(outcome)
@@ -100,7 +120,7 @@ def test_experts_are_read_at_home_until_a_restore_is_published() -> None:
 def test_a_swap_changes_the_table_before_pages_move_and_when_it_is_published() -> None:
     with open_mover() as (rig, driver, mover, tables):
         mover.start(move(rig.boundary, OFFLOAD, 1))
-        rig.moved(mover.finish(wait=True))
+        rig.moved(done(mover))
         tables.clear()
         driver.gate.clear()
         asked = move(rig.boundary, SWAP, 0)
@@ -112,7 +132,7 @@ def test_a_swap_changes_the_table_before_pages_move_and_when_it_is_published() -
             )
             assert min(redirected[swap.layer][expert] for expert in both) >= rig.geometry.home_slot_base
         driver.gate.set()
-        rig.moved(mover.finish(wait=True))
+        rig.moved(done(mover))
         assert len(tables) == 2 and tables[1] == rig.table
         for swap in asked.swaps:
             back = rig.slab.experts_of(swap.layer, swap.returning)
@@ -134,14 +154,14 @@ def test_without_a_slot_table_the_move_is_done_at_once() -> None:
 def test_every_refused_call_is_undone_and_the_next_move_works(kind: MoveKind) -> None:
     with open_mover() as (rig, driver, mover, tables):
         mover.start(move(rig.boundary, OFFLOAD, 1))
-        rig.moved(mover.finish(wait=True))
+        rig.moved(done(mover))
         before, calls = rig.snapshot(), 0
         driver.counted = EVERY_CALL - {"mark", "wait"}
         while True:
             calls += 1
             driver.arm(calls)
             mover.start(move(rig.boundary, kind, 1))
-            outcome = mover.finish(wait=True)
+            outcome = done(mover)
             driver.arm(0)
             assert outcome is not None
             if outcome.ok:
@@ -153,32 +173,124 @@ def test_every_refused_call_is_undone_and_the_next_move_works(kind: MoveKind) ->
         rig.check()
 
 
-def test_a_growth_is_over_before_its_pages_are_unmapped_where_they_were() -> None:
+def test_what_would_leave_next_is_covered_beside_the_steps() -> None:
     with open_mover(shape=BARE) as (rig, driver, mover, _):
-        driver.may_unmap.clear()
-        mover.start(move(rig.boundary, OFFLOAD, 1))
-        outcome = mover.finish(wait=True)
-        assert outcome is not None and outcome.ok and outcome.level == 1 and not mover.busy
-        mover.start(move(rig.boundary, SWAP, 0))
-        assert mover.busy and mover.finish() is None, "the next move lays pages behind those addresses"
-        driver.may_unmap.set()
-        outcome = mover.finish(wait=True)
+        driver.counted = MAPPING
+        for kind in (OFFLOAD, RESTORE, OFFLOAD, OFFLOAD):
+            driver.arm(0)
+            mover.start(move(rig.boundary, kind, 1))
+            outcome = mover.finish(wait=True)
+            mover.rest()
+            assert not mover.covering
+            rig.moved(outcome)
+            levels = rig.geometry.max_level - rig.slab.level
+            assert len(rig.region.covered) == levels * rig.geometry.pages_per_level
+            # The first growth, which nothing was covered for, and its covering; after it no call.
+            assert bool(driver.log) is (rig.boundary.epoch == 1)
+
+
+def test_only_as_much_is_covered_as_a_growth_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "AHEAD_BYTES", 1)
+    with open_mover(shape=BARE) as (rig, _, mover, _):
+        mover.cover()
         mover.rest()
-        rig.moved(outcome)
+        assert len(rig.region.covered) == rig.geometry.pages_per_level
         rig.check()
 
 
-def test_pages_left_where_they_were_by_a_refusal_go_before_the_next_move(capsys: Any) -> None:
+def test_coldness_that_changes_is_followed() -> None:
     with open_mover(shape=BARE) as (rig, driver, mover, _):
-        driver.counted = frozenset({"unmap"})
+        mover.cover()
+        mover.rest()
+        before = rig.region.covered
+        with mover.paused():
+            assert not mover.covering
+            reverse_coldness(rig)
+            rig.slab.refresh_homes(1 << 40)
+        mover.rest()
+        assert rig.region.covered.keys() == before.keys() and rig.region.covered != before
+        driver.counted = MAPPING
+        driver.arm(0)
+        mover.start(move(rig.boundary, OFFLOAD, 3))
+        assert mover.finish(wait=True).ok and not driver.log
+        mover.rest()
+        rig.check()
+
+
+def test_a_move_waits_for_no_more_than_the_slice_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "PAUSE_S", 20.0)
+    with open_mover(shape=BARE) as (rig, driver, mover, _):
+        driver.may_map.clear()
+        mover.cover()
+        assert driver.mapping.wait(20.0) and mover.covering
+        threading.Timer(0.05, driver.may_map.set).start()
+        begin = time.monotonic()
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        assert driver.may_map.is_set(), "the driver was the thread's until its slice was done"
+        outcome = mover.finish(wait=True)
+        assert time.monotonic() - begin < 10.0, "nobody waits for the pauses between slices"
+        assert outcome is not None and outcome.ok
+        with mover.paused():
+            assert len(rig.region.covered) < 2 * rig.geometry.pages_per_level
+            rig.moved(outcome)
+
+
+def test_a_refusal_ends_covering_until_the_next_move(capsys: Any) -> None:
+    with open_mover(shape=BARE) as (rig, driver, mover, _):
+        driver.counted = frozenset({"map"})
         driver.arm(2)
+        mover.cover()
+        mover.rest()
+        assert capsys.readouterr().err.count("DriverError: map: refused on purpose") == 1
+        covered = rig.region.covered
+        assert 0 < len(covered) < rig.geometry.max_level * rig.geometry.pages_per_level
+        for _ in range(2):
+            mover.cover()
+            with mover.paused():
+                rig.check()
+        mover.rest()
+        assert rig.region.covered == covered and not mover.covering and not capsys.readouterr().err
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        outcome = mover.finish(wait=True)
+        mover.rest()
+        rig.moved(outcome)
+        assert len(rig.region.covered) == 2 * rig.geometry.pages_per_level
+
+
+def test_state_lost_while_covering_ends_the_process(capsys: Any) -> None:
+    with open_mover(shape=BARE) as (_, driver, mover, tables):
+
+        def lost(*args: Any) -> None:
+            raise StateLost("on purpose")
+
+        driver.map = lost
+        mover.cover()
+        with pytest.raises(StateLost, match="on purpose"):
+            mover.rest()
+        assert tables == [[]], "the process was to be ended"
+        assert "StateLost: on purpose" in capsys.readouterr().err
+        mover._covering = None
+
+
+def test_a_strict_boundary_is_cleared_instead() -> None:
+    with open_mover(shape=STRICT) as (rig, _, mover, _):
         for kind in (OFFLOAD, RESTORE):
             mover.start(move(rig.boundary, kind, 1))
             outcome = mover.finish(wait=True)
             mover.rest()
+            assert not rig.strays()
             rig.moved(outcome)
-        assert "refused on purpose" in capsys.readouterr().err
-        rig.check()
+
+
+def test_nothing_is_covered_where_moves_hold_steps_up() -> None:
+    with open_mover(beside=False) as (rig, _, mover, _):
+        mover.start(move(rig.boundary, OFFLOAD, 1))
+        assert mover.finish().ok
+        with mover.paused():
+            assert not mover.covering
+        mover.cover()
+        assert not mover.covering and not rig.region.covered
+        mover.rest()
 
 
 ENDS_IN_A_MOVE = """
@@ -212,7 +324,7 @@ def test_a_program_may_end_while_pages_move() -> None:
 def test_a_refusal_is_an_outcome() -> None:
     with open_mover() as (rig, _, mover, tables):
         mover.start(move(rig.boundary, RESTORE, 1))
-        outcome = mover.finish(wait=True)
+        outcome = done(mover)
         assert outcome is not None and not outcome.ok and "from level 0" in outcome.reason
         assert tables[-1] == rig.table
         rig.check()

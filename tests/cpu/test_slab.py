@@ -181,7 +181,7 @@ def test_a_refused_call_while_building_leaves_nothing_behind(driver: HostDriver,
     for k in range(1, 1000):
         faulty, ledger = FaultyDriver(driver, k), PageLedger(geometry.page_bytes)
         try:
-            slab = ExpertSlab(faulty, ledger, geometry)
+            slab = ExpertSlab(faulty, ledger, geometry, mirror=shape.mirror)
             break
         except DriverError:
             assert driver.usage() == EMPTY and ledger.total(Tier.HBM) == ledger.total(Tier.HOST) == 0

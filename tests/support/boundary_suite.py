@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from support.faulty import CALLS, FaultyDriver
-from support.rigs import PEER_SHAPES, RECORDS, SHAPES, Rig, Shape, build_rig
+from support.rigs import BARE, PEER_SHAPES, RECORDS, SHAPES, Rig, Shape, build_rig
 from vamp_runtime.errors import DriverError, IntegrityError, StateLost
 from vamp_runtime.memory.agreement import Vote
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind
@@ -17,6 +18,7 @@ from vamp_runtime.memory.ledger import Owner, OwnerKind
 from vamp_runtime.memory.move import Swap
 
 OFFLOAD, RESTORE, SWAP = MoveKind.OFFLOAD, MoveKind.RESTORE, MoveKind.SWAP
+MAPPING = frozenset({"map", "set_access", "unmap"})
 EVERY_CALL = CALLS | {"mark", "wait"}
 EMPTY = DriverUsage(reservations=0, mappings=0, handles=0)
 
@@ -41,6 +43,18 @@ def reverse_coldness(rig: Rig) -> None:
     """Make the coldest groups the hottest, in every layer."""
     for layer in range(rig.geometry.layers):
         rig.slab.set_coldness(layer, range(rig.geometry.movable_groups))
+
+
+def stale(rig: Rig) -> None:
+    """From level 0 to level 1, where every kind of move finds other pages than it needs where it maps.
+
+    The group that is out has got another's page, and the next to leave is not the one that came back last.
+    """
+    rig.moved(rig.boundary.offload(2))
+    rig.moved(rig.boundary.swap(swaps(rig.boundary)))
+    rig.moved(rig.boundary.restore(1))
+    reverse_coldness(rig)
+    rig.slab.refresh_homes(1 << 40)
 
 
 def away(rig: Rig, layer: int) -> set[int]:
@@ -154,7 +168,7 @@ class BoundarySuite(RigSuite):
         # The homes now may lie behind the experts' own addresses as well, a mapping more for each page.
         assert not any(0 in rig.slab.out(layer) for layer in range(geometry.layers))
         mappings = before.usage.mappings + (pages if shape.mirror else 0)
-        assert rig.driver.usage() == dataclasses.replace(before.usage, mappings=mappings)
+        assert rig.needed() == dataclasses.replace(before.usage, mappings=mappings)
         assert rig.kv_pages() == kv + [bytes(geometry.page_bytes)] * pages
         outcome = rig.moved(rig.boundary.restore(2))
         assert (outcome.level, outcome.epoch, outcome.reason) == (0, 2, "")
@@ -408,16 +422,80 @@ class BoundarySuite(RigSuite):
         assert rig.driver.usage() == EMPTY
         assert not any(rig.ledger.total(tier) for tier in Tier)
 
-    def test_close_unmaps_what_a_refusal_has_left(self, driver: MemoryDriver, shape: Shape) -> None:
-        if shape.mirror:
-            pytest.skip("nothing is left: homes take the place of what goes")
-        faulty = FaultyDriver(driver, calls={"unmap"})
-        rig = build_rig(faulty, shape)
-        rig.slab.refresh_homes(1 << 40)
-        faulty.arm(1)
-        assert rig.boundary.offload(1).ok and faulty.counter == 1
-        rig.close()
-        assert driver.usage() == EMPTY
+    def test_pages_stay_where_they_were_unless_strays_should_fault(self, rig: Rig, shape: Shape) -> None:
+        """Behind the tail those of the groups that came back, and behind groups that are out their own."""
+        pages = rig.geometry.pages_per_level
+        for walk, own, tail in (
+            (lambda: rig.boundary.offload(2), 2, 0),
+            (lambda: rig.boundary.restore(1), 1, 1),
+        ):
+            rig.moved(walk())
+            own = 0 if shape.mirror else own
+            assert len(rig.region.covered) == (0 if shape.strict else tail * pages)
+            assert len(rig.strays()) == (0 if shape.strict else (own + tail) * pages)
+        rig.boundary.clear()
+        assert not rig.strays() and not rig.region.covered
+        rig.check()
+        if not shape.mirror:
+            for address in (rig.kv_addresses()[-1], rig.own_addresses(out=True)[0]):
+                with pytest.raises(DriverError):
+                    rig.driver.read(address, 1)
+        rig.moved(rig.boundary.restore(1))
+        rig.moved(rig.boundary.offload(3))
+
+    def test_what_would_leave_next_is_mapped_ahead(self, driver: MemoryDriver, shape: Shape) -> None:
+        counting = FaultyDriver(driver, calls=MAPPING)
+        rig = build_rig(counting, shape)
+        rig.moved(rig.boundary.offload(1))
+        before, pages = rig.snapshot(), rig.geometry.pages_per_level
+        for levels, turns in ((1, pages), (9, pages), (2, 0)):
+            counting.arm(0)
+            covered = list(rig.boundary.cover_ahead(levels, slice_pages=1))
+            assert covered == [1] * (0 if shape.strict else turns) and rig.snapshot() == before
+            rig.check()
+        counting.arm(0)
+        rig.moved(rig.boundary.offload(2))
+        if not shape.mirror and not shape.strict:
+            assert not counting.log
+        assert list(rig.boundary.cover_ahead(1)) == [], "there is no further level"
+
+    def test_as_many_levels_are_mapped_ahead_as_have_homes(self, driver: MemoryDriver, shape: Shape) -> None:
+        rig = build_rig(driver, shape, homes=0)
+        assert list(rig.boundary.cover_ahead(9)) == []
+        for _ in range(rig.geometry.layers):
+            assert list(rig.boundary.cover_ahead(9)) == [], "some layer has no home yet"
+            rig.slab.refresh_homes(rig.geometry.group_bytes)
+        covered = sum(rig.boundary.cover_ahead(9))
+        assert covered == (0 if shape.strict else rig.geometry.pages_per_level)
+
+    def test_pages_that_come_and_go_in_any_number_of_moves_take_no_mapping(
+        self, driver: MemoryDriver, shape: Shape
+    ) -> None:
+        counting = FaultyDriver(driver, calls=MAPPING)
+        rig = build_rig(counting, shape)
+        for levels in ((3, -3), (1, 2, -3), (3, -1, -2), (2, -1, 2, -3)):
+            counting.arm(0)
+            for n in levels:
+                rig.moved(rig.boundary.offload(n) if n > 0 else rig.boundary.restore(-n))
+            if shape == BARE:
+                first = levels == (3, -3)
+                assert set(counting.log) == ({"map", "set_access"} if first else set())
+
+    def test_close_gives_back_what_lies_anywhere(self, driver: MemoryDriver, shape: Shape) -> None:
+        """Also where calls were refused: of covering, of a move and of what follows a strict one."""
+        for call in sorted(MAPPING):
+            for k in range(1, 5):
+                faulty = FaultyDriver(driver, calls={call})
+                rig = build_rig(faulty, shape)
+                stale(rig)
+                faulty.arm(k)
+                with suppress(DriverError):
+                    list(rig.boundary.cover_ahead(1, slice_pages=1))
+                rig.boundary.offload(1)
+                faulty.arm(0)
+                rig.check()
+                rig.close()
+                assert driver.usage() == EMPTY
 
     def footprint(self, rig: Rig) -> object:
         """What must not grow; a suite may add what the operating system says."""
@@ -449,7 +527,7 @@ class FaultSuite(RigSuite):
     ) -> None:
         refused: set[str] = set()
         for k in range(1, 1000, self.step):
-            rig = self.at_level_1(faulty, shape)
+            rig = self.with_stale_mappings(faulty, shape)
             before, kv = rig.snapshot(), rig.kv_pages()
             faulty.arm(k)
             outcome = rig.boundary.run(move(rig.boundary, kind, 1))
@@ -462,14 +540,15 @@ class FaultSuite(RigSuite):
                 assert outcome.ok
                 break
             if outcome.ok:
-                # Only what is left to the next move, where the pages are somebody else's already.
-                assert (name, shape.mirror, kind is RESTORE) == (["unmap"], False, False)
+                # Only what follows a strict one, where the pages are somebody else's already.
+                assert (name, shape.strict) == (["unmap"], True)
                 before, kv = rig.snapshot(), rig.kv_pages()
             else:
                 assert "refused on purpose" in outcome.reason
             assert rig.snapshot() == before
             self.check_kv(rig, kv, popped=rig.geometry.pages_per_level if kind is RESTORE else 0)
-            rig.moved(rig.boundary.run(move(rig.boundary, kind, 1)))
+            again = OFFLOAD if outcome.ok and kind is RESTORE else kind
+            rig.moved(rig.boundary.run(move(rig.boundary, again, 1)))
             rig.close()
             assert faulty.usage() == EMPTY
         assert not fired, "the loop ends with a move that nothing refused"
@@ -516,6 +595,33 @@ class FaultSuite(RigSuite):
             rig.moved(rig.boundary.offload(2))
             rig.close()
         assert not fired and k > rig.geometry.layers
+
+    def test_a_refused_call_of_covering_leaves_the_rest(self, faulty: FaultyDriver, shape: Shape) -> None:
+        refused: set[str] = set()
+        for k in range(1, 1000):
+            rig = self.with_stale_mappings(faulty, shape)
+            before, kv = rig.snapshot(), rig.kv_pages()
+            faulty.arm(k)
+            with suppress(DriverError):
+                list(rig.boundary.cover_ahead(2))
+            fired = faulty.log[k - 1 : k]
+            refused.update(fired)
+            faulty.arm(0)
+            rig.check()
+            assert (rig.snapshot(), rig.kv_pages()) == (before, kv)
+            rig.moved(rig.boundary.offload(1))
+            rig.moved(rig.boundary.restore(2))
+            rig.close()
+            assert faulty.usage() == EMPTY
+            if not fired:
+                break
+        assert refused == (set() if shape.strict else MAPPING)
+
+    def with_stale_mappings(self, driver: MemoryDriver, shape: Shape) -> Rig:
+        rig = build_rig(driver, shape)
+        stale(rig)
+        rig.dirty_kv()
+        return rig
 
     def at_level_1(self, driver: MemoryDriver, shape: Shape) -> Rig:
         rig = build_rig(driver, shape)

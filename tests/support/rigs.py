@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vamp_runtime.memory.agreement import Agreement, SoleRank
@@ -32,6 +32,7 @@ class Shape:
     spare_homes: int = 0
     peer_homes: int = 0
     mirror: bool = True
+    strict: bool = False
 
     def slab(self, granularity: int) -> SlabGeometry:
         parts = tuple(half * granularity // 2 for half in self.halves)
@@ -53,7 +54,8 @@ RECORDS = Shape("records", layers=2, experts=9, halves=(3,), ratio=0.7, position
 DENSE = Shape("dense", layers=2, experts=6, halves=(4, 2), ratio=0.5, positions=3)
 # Own addresses lead nowhere while a group is out; the first one stays, so there is a group more.
 BARE = replace(RECORDS, name="records, bare", experts=11, ratio=0.6, mirror=False)
-SHAPES = (RECORDS, DENSE, BARE)
+STRICT = replace(BARE, name="records, bare, strict", strict=True)
+SHAPES = (RECORDS, DENSE, BARE, STRICT)
 # The same with homes in a peer: of some groups, and of all.
 PEER_SHAPES = (
     replace(RECORDS, name="records, peer", peer_homes=1),
@@ -125,7 +127,7 @@ class Rig:
         homes += [Owner(OwnerKind.STAGING, place=group) for group in range(self.geometry.staging_groups)]
         return Snapshot(
             owners={owner: self.ledger.pages(owner) for owner in (*kinds, *groups, *homes)},
-            usage=self.driver.usage(),
+            usage=self.needed(),
             experts=[self.expert(la, ex) for la in layers for ex in range(self.geometry.experts)],
             slot_table=self.table,
             out=[slab.out(layer) for layer in layers],
@@ -134,9 +136,64 @@ class Rig:
             pages=self.region.pages,
         )
 
+    def own_addresses(self, out: bool) -> list[int]:
+        """Of every page at the own addresses of groups that have no pages, or of all the others."""
+        slab, geometry, found = self.slab, self.geometry, []
+        for layer in range(geometry.layers):
+            for group in range(geometry.groups):
+                for part in range(geometry.parts if out is not bool(slab.pages(layer, group)) else 0):
+                    first = slab.address(layer, part, group * geometry.group)
+                    found += range(first, first + geometry.part_group_bytes(part), geometry.page_bytes)
+        return found
+
+    def kv_addresses(self) -> list[int]:
+        """Of every page that the KV cache could have."""
+        geometry, base = self.region.geometry, self.region.address(0)
+        return [base + geometry.page_offset(page) for page in range(geometry.max_pages)]
+
+    def mapped_at(self, address: int) -> int | None:
+        """The page that the driver has mapped there."""
+        found = self.driver._space.mappings(address, 1)
+        return found[0].handle if found else None
+
+    def strays(self) -> dict[int, int]:
+        """Pages at addresses that nobody may use now: beyond the tail, and of groups that are out."""
+        nobodys = self.kv_addresses()[self.region.pages :]
+        if not self.slab._records.mirror:
+            nobodys += self.own_addresses(out=True)
+        found = {at: self.mapped_at(at) for at in nobodys}
+        return {at: page for at, page in found.items() if page is not None}
+
+    def lay_strays(self, strays: Mapping[int, int]) -> None:
+        """Map just these pages at addresses that nobody may use."""
+        self.boundary.clear()
+        tail = {*self.kv_addresses()}
+        for at, page in strays.items():
+            (self.region._mapped if at in tail else self.slab._records._own).lay([(at, [page])])
+
+    def needed(self) -> DriverUsage:
+        """What the driver holds, less the mappings that nobody needs."""
+        usage = self.driver.usage()
+        return replace(usage, mappings=usage.mappings - len(self.strays()))
+
+    def check_mappings(self) -> None:
+        """What is recorded of own addresses and of the KV cache's is what the driver has mapped there."""
+        space, records, region = self.driver._space, self.slab._records, self.region
+        places = {region._mapped: self.kv_addresses(), records._own: []}
+        if not records.mirror:
+            places[records._own] = self.own_addresses(True) + self.own_addresses(False)
+        for recorded, addresses in places.items():
+            found = {at: self.mapped_at(at) for at in addresses}
+            assert recorded._page_at == {at: page for at, page in found.items() if page is not None}
+            mappings = [space.mappings(at, 1)[0] for at in recorded._page_at]
+            assert recorded._shut == {each.address for each in mappings if not space.accessible(each)}
+        kinds = {self.ledger.owner(page).kind for page in region._pages}
+        assert kinds <= {OwnerKind.KV, OwnerKind.RESERVE}, "an expert's page is in the KV cache"
+
     def check(self) -> None:
         """Every invariant, and every expert's bytes where the slot table says and at its own address."""
         self.boundary.check_integrity()
+        self.check_mappings()
         self.slab.verify_all()
         for layer, row in enumerate(self.weights):
             for expert, data in enumerate(row):
@@ -150,8 +207,7 @@ class Rig:
         return outcome
 
     def close(self) -> None:
-        self.slab.close()
-        self.region.close()
+        self.boundary.close()
 
 
 def build_rig(
@@ -181,6 +237,6 @@ def build_rig(
     slab.seal()
     slab.refresh_homes(homes)
     region.claim(region.blocks // 2)
-    boundary = Boundary(slab, region, agreement or SoleRank(), driver)
+    boundary = Boundary(slab, region, agreement or SoleRank(), driver, shape.strict)
     rig = Rig(driver, ledger, slab, region, boundary, weights)
     return rig

@@ -112,6 +112,7 @@ class Rig:
         """Every invariant that scheduler and worker can see together."""
         if self.worker._mover.busy:
             self.engine.engine_core.engine_core.step_fn()  # a step without tokens waits for it
+        self.worker._mover.rest()
         boundary, controller = self.worker._boundary, self.scheduler.arbiter.controller
         boundary.check_integrity()
         boundary.slab.verify_all()

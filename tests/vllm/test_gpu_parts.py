@@ -222,7 +222,9 @@ def test_the_warm_up_takes_no_report_away() -> None:
     worker = _Worker()
     worker._capacity_report = CAPACITY
     worker._memory = SimpleNamespace(hits=torch.ones(1, 2))  # type: ignore[assignment]
-    worker._mover = SimpleNamespace(busy=False, finish=lambda wait: None)  # type: ignore[assignment]
+    worker._mover = SimpleNamespace(  # type: ignore[assignment]
+        busy=False, finish=lambda wait: None, cover=lambda: None
+    )
     assert worker.compile_or_warm_up_model() == "times"
     assert get_report(worker.warm_up_output) is None and not worker._memory.hits.any()
     step = SimpleNamespace(total_num_scheduled_tokens=1)
