@@ -19,7 +19,7 @@ VAMP_KINDS = {
     "direct": ("off", True),
     "auto": ("auto", True),
     "measured": ("auto", True),
-    "spill": ("auto", True),
+    "spill": ("off", True),
     "fixed": ("off", False),
 }
 KNOWN = f"{', '.join(UNMODIFIED)} or vamp_<kind>_<ratio> with a kind of {', '.join(VAMP_KINDS)}, such as 0.15"

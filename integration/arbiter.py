@@ -47,6 +47,7 @@ class Arbiter:
 
     Attributes:
         max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
+        running, waiting: requests that run as the step begins, and that the last one left in the queue.
         level_held: the level stays as it is, whatever the demand (``configure.hold``).
         swap_s: seconds that one pair of groups took in the last swap.
         host_kv: the connector that copies KV blocks to host memory and back, where the engine has one.
@@ -72,6 +73,7 @@ class Arbiter:
         self.host_kv: VampOffloadingConnector | None = None
         self.holding = False
         self.level_held = False
+        self.running = self.waiting = 0
         self._wanted_levels = 0
         self.max_move_s = max_move_s
         self._level_s = self.swap_s = max_move_s
@@ -308,8 +310,9 @@ class Arbiter:
             running=running,
             copied=self._copied(missing, clean, hits),
             load_block_s=self.load_block_s,
-            # One that has begun, or was loaded from host memory, would wait for itself.
-            held_blocks=0 if request.num_computed_tokens else self.pool.held_blocks,
+            # One that has begun, or was loaded from host memory, may wait for requests that run, not for itself.
+            held_blocks=0 if request.num_computed_tokens and not self.running else self.pool.held_blocks,
+            waiting=self.waiting,
         )
 
     def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:

@@ -258,6 +258,7 @@ class Measured:
             situation.level,
             situation.needed_blocks,
             situation.partial_tokens,
+            situation.waiting,
             victims,
             self._on_host if any(situation.copied) else None,
         )

@@ -139,4 +139,8 @@ def of(vllm_config: Any) -> VampSettings | None:
     if vllm_config.load_config.load_format != LOAD_FORMAT:
         return None
     extra = vllm_config.additional_config
-    return parse(extra.get(KEY, {}) if isinstance(extra, Mapping) else {})
+    chosen = parse(extra.get(KEY, {}) if isinstance(extra, Mapping) else {})
+    if chosen.staging == "auto" and vllm_config.kv_transfer_config is not None:
+        # With copies of KV blocks in host memory few levels leave: that HBM serves better as KV cache.
+        chosen = dataclasses.replace(chosen, staging="off")
+    return chosen

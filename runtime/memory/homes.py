@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 from vamp_runtime.errors import IntegrityError
 from vamp_runtime.memory.runs import runs
@@ -53,8 +53,12 @@ class HomeSlots:
         """Whether ``group`` has a valid copy in the peer."""
         return group in self._slot_of and self._slot_of[group] < self._peer
 
-    def plan(self, wanted: Sequence[int], pinned: Collection[int]) -> list[HomeCopies]:
+    def plan(
+        self, wanted: Sequence[int], pinned: Collection[int], most: int | None = None
+    ) -> list[HomeCopies]:
         """Copies to make for homes of the ``wanted`` groups, coldest first; empty slots are taken first.
+
+        At most for the first ``most`` groups without a home, and as many exchanges; others another time.
 
         ``pinned`` groups keep their slots whatever is wanted, and a wanted group that has one keeps it,
         unless it can change places so that the warmest are in the peer (``belong_in_peer``). A group without
@@ -66,6 +70,7 @@ class HomeSlots:
         rank_of = {group: rank for rank, group in enumerate(wanted)}
         missing = [group for group in wanted if group not in self._slot_of]
         assert len(free) >= len(missing), "more groups are wanted and pinned than there are home slots"
+        missing = missing[:most]
         warm = belong_in_peer(wanted, self._peer - sum(self.in_peer(group) for group in pinned))
         placed: dict[int, int] = {}
         for own_kind in (True, False):
@@ -81,10 +86,10 @@ class HomeSlots:
         risers = [group for group in reversed(held) if group in warm and not self.in_peer(group)]
         fallers = [group for group in held if group not in warm and self.in_peer(group)]
         spare = [slot for slot in free if slot < self._peer]
-        for riser, faller in zip(risers, fallers, strict=False):
+        for riser, faller in islice(zip(risers, fallers, strict=False), most):
             both = ((riser, self._slot_of[faller]), (faller, self._slot_of[riser]))
             copies.append(HomeCopies(True, rank_of[faller], both))
-        for riser, slot in zip(risers[len(fallers) :], spare, strict=False):
+        for riser, slot in islice(zip(risers[len(fallers) :], spare, strict=False), most):
             copies.append(HomeCopies(True, rank_of[riser], ((riser, slot),)))
         return copies
 

@@ -87,7 +87,10 @@ class Mover:
         self._boundary.redirect()
         if move.kind is not MoveKind.RESTORE:
             self._slots_changed()
-        self._agreed = self._thread.submit(self._prepare)
+        # Here, not there: a thread that waits for the lock already waits as long as was usual when it began.
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._agreed = self._thread.submit(self._prepare, usual)
 
     def finish(self, wait: bool = False) -> Outcome | None:
         """The outcome, once; ``None`` where no move has ended. Publishes, or undoes what was refused."""
@@ -141,10 +144,14 @@ class Mover:
         covering.result()
         self._stop.clear()
 
-    def _prepare(self) -> bool:
-        with self._or_end(), _switching_often():
-            self._boundary.prepare()
-            return self._boundary.agree()
+    def _prepare(self, switch_interval_s: float) -> bool:
+        """The pages, and the other ranks' consent; then the interpreter's interval is as given again."""
+        with self._or_end():
+            try:
+                self._boundary.prepare()
+                return self._boundary.agree()
+            finally:
+                sys.setswitchinterval(switch_interval_s)
 
     def _cover(self) -> None:
         """Strict boundaries clear in the place of covering. A refusal costs the next growth time, no more."""
@@ -169,13 +176,3 @@ class Mover:
             traceback.print_exc()
             self._end_process()
             raise
-
-
-@contextmanager
-def _switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

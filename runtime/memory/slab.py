@@ -118,7 +118,7 @@ class ExpertSlab:
         Every movable group must be named once; a short last group may be and is passed over.
         """
         movable = [group for group in groups if group < self.geometry.movable_groups]
-        if sorted(movable) != list(range(self.geometry.movable_groups)):
+        if len(movable) != self.geometry.movable_groups or min(movable, default=0) < 0 or _twice(movable):
             raise ValueError(f"layer {layer}: coldness must name every movable group once: {list(groups)}")
         self._coldness[layer] = movable
 
@@ -266,7 +266,7 @@ class ExpertSlab:
         for layer, homes in enumerate(self._homes):
             pinned = self._redirected[layer]
             wanted = self.coldest(layer, self.geometry.home_slots - len(pinned))
-            jobs += [(job, layer) for job in homes.plan(wanted, pinned)]
+            jobs += [(job, layer) for job in homes.plan(wanted, pinned, most)]
         jobs.sort(key=lambda each: (each[0].exchange, each[0].rank, each[1]))
         ends = accumulate(len(job.copies) for job, _ in jobs)
         return [each for each, end in zip(jobs, ends, strict=True) if end <= most]
@@ -312,3 +312,8 @@ class ExpertSlab:
                 raise IntegrityError(
                     f"{name}: expert {expert} is read at slot {self.slot_table[layer][expert]}"
                 )
+
+
+def _twice(groups: Sequence[int]) -> bool:
+    """Whether one of them is named more than once."""
+    return len({*groups}) < len(groups)

@@ -67,6 +67,7 @@ class Situation:
             memory holds a copy of it; empty where the engine keeps none (no KV offloading).
         load_block_s: seconds to copy one block from host memory, where it keeps some.
         held_blocks: blocks that admitted requests hold.
+        waiting: requests in the queue, of late.
     """
 
     needed_blocks: int
@@ -89,6 +90,7 @@ class Situation:
     copied: tuple[bool, ...] = ()
     load_block_s: float = 0.0
     held_blocks: int = 0
+    waiting: int = 0
 
     def __post_init__(self) -> None:
         assert self.needed_blocks > 0 and self.blocks_per_level > 0 and self.shards_per_group > 0

@@ -17,6 +17,7 @@ class MeasuredPrices:
         level: groups of every layer that are out or on their way out.
         needed: blocks missing.
         partial_tokens: tokens in the last block of the request that would be preempted.
+        waiting: requests in the queue, of late.
         victims: blocks that would be evicted, in that order.
         on_host: whether host memory holds the content of a block too; None where it holds none of them.
     """
@@ -27,6 +28,7 @@ class MeasuredPrices:
     level: int
     needed: int
     partial_tokens: int
+    waiting: int
     victims: Sequence[int]
     on_host: Callable[[int], bool] | None = None
 
@@ -45,7 +47,7 @@ class MeasuredPrices:
         return self.offload(levels) + self.evict(blocks)
 
     def queue(self) -> float | None:
-        return self.measurements.queue_price(self.now_s, self.needed)
+        return self.measurements.queue_price(self.now_s, self.needed, self.waiting)
 
     def preempt(self) -> float:
         return self.measurements.preempt_price(self.needed, self.partial_tokens)

@@ -225,14 +225,15 @@ class Measurements:
         levels, steps_per_s = (before, after), self._reads.steps_per_s
         return offload_s(reading.step, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
 
-    def queue_price(self, now_s: float, blocks: int) -> float | None:
+    def queue_price(self, now_s: float, blocks: int, waiting: int) -> float | None:
         """A request that waits until others have given back ``blocks``; None without copies in host memory.
 
-        Its wait holds up nobody else. But without copies, blocks that it takes from the experts now are those
-        in which the next prefixes are kept.
+        Its wait holds up nobody else. Where ``waiting`` others are in the queue too, each enters in the place of
+        the next: the more there are, the less is won by letting one in. But without copies, blocks that it
+        takes from the experts now are those in which the next prefixes are kept.
         """
         given = sum(count for at_s, count in self._released if now_s - at_s <= RELEASED_S)
-        return blocks * RELEASED_S / given if given else None
+        return blocks * RELEASED_S / given / (1 + waiting) if given else None
 
     def preempt_price(self, blocks: int, partial_tokens: int) -> float:
         """A running request computes again what it loses, or loads it where host memory has copies.

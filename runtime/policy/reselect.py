@@ -51,16 +51,15 @@ class DecayedUse:
         """
         for layer, row in enumerate(hits):
             use = [DECAY * value for value in self.use[layer]]
-            for expert, count in enumerate(row):
-                before = self._before[layer][expert]
-                use[self._group_of[layer][expert]] += count - before if count >= before else count
+            for group, now, then in zip(self._group_of[layer], row, self._before[layer], strict=True):
+                use[group] += now - then if now >= then else now
             self.use[layer], self._before[layer] = use, list(row)
         return self.use
 
 
 def coldest_first(use: Sequence[float], movable: int) -> list[int]:
     """The first ``movable`` groups, least used first; ties go to the highest index, as before any count."""
-    return sorted(range(movable), key=lambda group: (use[group], -group))
+    return sorted(range(movable - 1, -1, -1), key=use.__getitem__)
 
 
 def best_swap(

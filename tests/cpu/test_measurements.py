@@ -36,7 +36,7 @@ BLOCKS_AT = tuple(1288 + 24 * level for level in range(129))
 SESSION_BLOCKS = 100
 
 
-def make(bandwidth: float = 51e9) -> Measurements:
+def make(bandwidth: float = 51e9, paced: bool = False) -> Measurements:
     times = ReuseTimes(prior=0.5, prior_events=8, tau_s=40, half_life=500)
     measurements = Measurements(PARAMETERS, COST, LAYOUT, times, window_s=120)
     reads = LevelReads(experts=512, group=1, max_level=128, top_k=10, sigma=0.6, prior_steps=1000)
@@ -48,6 +48,7 @@ def make(bandwidth: float = 51e9) -> Measurements:
             layers=24,
             hidden_s_per_token=0.0,
             step_tokens=8192,
+            paced=paced,
         ),
     )
     return measurements
@@ -222,6 +223,7 @@ def action(
         situation.level,
         situation.needed_blocks,
         100,
+        situation.waiting,
         victims,
         (lambda block: True) if copied else None,
     )
@@ -248,6 +250,18 @@ def test_prefixes_that_host_memory_holds_go_before_experts() -> None:
     assert action(measurements, now, situation, copied=True) is Action.EXPAND, "the link is slower"
 
 
+def test_where_prompts_are_paced_a_level_costs_each_of_them_a_pass() -> None:
+    """Steps that prefilled of late do not matter: the same reads, for as many prompts as come."""
+    measurements = make(paced=True)
+    now = take_turns(measurements, sessions=20)
+    horizon, lookups = measurements.horizon_s(now), measurements.curve(now).lookups_per_s
+    one_pass = 24 * 12 * (6 << 20) / 51e9
+    price = measurements.offload_price(now, 1288, 0, 12)
+    decode = measurements._reading(now, 1288).decode[12]
+    assert price == pytest.approx((one_pass * lookups + decode) * horizon, rel=0.01) and decode > 0
+    assert measurements.offload_price(now, 1288, 12, 0) == pytest.approx(-price)
+
+
 def test_what_is_there_of_a_prompt() -> None:
     measurements = make()
     measurements.chains.rest(0.0, hashes(0), blocks(0))
@@ -270,13 +284,16 @@ def test_the_horizon_follows_the_pressure() -> None:
 def test_a_queue_has_a_price_where_host_memory_keeps_copies() -> None:
     measurements = make()
     measurements.released(1.0, 50)
-    assert measurements.queue_price(5.0, 20) is None, "blocks are worth having for those who come back"
+    assert measurements.queue_price(5.0, 20, 0) is None, "blocks are worth having for those who come back"
     measurements.load_block_s = 1e-4
     measurements.released(1.0, 50)
     measurements.released(4.0, 50)
-    assert measurements.queue_price(5.0, 20) == pytest.approx(20 / (100 / RELEASED_S))
-    assert measurements.queue_price(12.0, 20) == pytest.approx(20 / (50 / RELEASED_S))
-    assert measurements.queue_price(15.0, 20) is None, "nobody gives anything back"
+    assert measurements.queue_price(5.0, 20, 0) == pytest.approx(20 / (100 / RELEASED_S))
+    assert measurements.queue_price(5.0, 20, 4) == pytest.approx(20 / (100 / RELEASED_S) / 5), (
+        "others wait too"
+    )
+    assert measurements.queue_price(12.0, 20, 0) == pytest.approx(20 / (50 / RELEASED_S))
+    assert measurements.queue_price(15.0, 20, 0) is None, "nobody gives anything back"
 
 
 def test_with_copies_what_is_preempted_is_loaded_again_but_for_its_last_block() -> None:

@@ -126,5 +126,20 @@ def test_nothing_set_means_defaults() -> None:
 def test_only_an_engine_with_the_load_format_has_settings(
     load_format: str, extra: Any, expected: VampSettings | None
 ) -> None:
-    config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format), additional_config=extra)
+    load = SimpleNamespace(load_format=load_format)
+    config = SimpleNamespace(load_config=load, additional_config=extra, kv_transfer_config=None)
     assert of(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("staging", "connector", "expected"),
+    [("auto", None, "auto"), ("auto", object(), "off"), ("region", object(), "region")],
+)
+def test_beside_kv_offloading_no_hbm_is_kept_for_staging_unless_asked_for(
+    staging: str, connector: object, expected: str
+) -> None:
+    load = SimpleNamespace(load_format="vamp")
+    extra = {"vamp": {"staging": staging}}
+    config = SimpleNamespace(load_config=load, additional_config=extra, kv_transfer_config=connector)
+    chosen = of(config)
+    assert chosen is not None and chosen.staging == expected

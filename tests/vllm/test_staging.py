@@ -210,7 +210,7 @@ def test_a_budget_loses_staging_and_free_memory_has_lost_it_already(budget: int 
     worker._memory = SimpleNamespace(slab=SimpleNamespace(geometry=geometry))  # type: ignore[assignment]
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=budget)
     load = SimpleNamespace(load_format="vamp")
-    worker.vllm_config = SimpleNamespace(load_config=load, additional_config={})
+    worker.vllm_config = SimpleNamespace(load_config=load, additional_config={}, kv_transfer_config=None)
     reserve = geometry.pages_per_level * geometry.page_bytes
     assert worker.determine_available_memory() == (8 << 30) // (6 << 20) * (6 << 20) - taken - reserve
 
