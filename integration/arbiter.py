@@ -310,7 +310,7 @@ class Arbiter:
             running=running,
             copied=self._copied(missing, clean, hits),
             load_block_s=self.load_block_s,
-            # One that has begun, or was loaded from host memory, may wait for requests that run, not for itself.
+            # One that has begun, or was loaded from host memory, may wait for those that run, not for itself.
             held_blocks=0 if request.num_computed_tokens and not self.running else self.pool.held_blocks,
             waiting=self.waiting,
         )

@@ -228,8 +228,8 @@ class Measurements:
     def queue_price(self, now_s: float, blocks: int, waiting: int) -> float | None:
         """A request that waits until others have given back ``blocks``; None without copies in host memory.
 
-        Its wait holds up nobody else. Where ``waiting`` others are in the queue too, each enters in the place of
-        the next: the more there are, the less is won by letting one in. But without copies, blocks that it
+        Its wait holds up nobody else. Where ``waiting`` others are in the queue too, each enters in the place
+        of the next: the more there are, the less is won by letting one in. But without copies, blocks that it
         takes from the experts now are those in which the next prefixes are kept.
         """
         given = sum(count for at_s, count in self._released if now_s - at_s <= RELEASED_S)

@@ -73,7 +73,7 @@ def test_an_engine_grows_and_restores_beside_copies(model: Path) -> None:
     work = {"seed": 21, "count": 60, "length": 900, "turns": 2, "kv_mib": 64, "host_mib": 512}
     options = {"max_num_batched_tokens": 1024, "gdn_prefill_backend": "triton", "late": False, "reserve": 0}
     for graphs in (False, True):
-        done = run_scenario("host_copies", model, **work, **options, enforce_eager=not graphs)
+        done = run_scenario("host_copies", model, **work, **options, grow=True, enforce_eager=not graphs)
         assert done["moves_by_kind"]["offload"] > 0 and done["moves_by_kind"]["restore"] > 0
         assert done["failed_moves"] == 0 and done["left"] == 0
         spilled = run_scenario("host_copies", model, **work, **options, enforce_eager=not graphs, most=0)

@@ -822,6 +822,7 @@ def host_copies(
     late: bool = True,
     policy: str = EAGER,
     reserve: int = 1,
+    grow: bool = False,
     **options: Any,
 ) -> Any:
     """Sessions that take turns, with KV offloading to host.
@@ -829,6 +830,7 @@ def host_copies(
     After every turn the tail goes back as soon as it can, while blocks in it are still being copied. ``most``
     is the highest level to ask for; ``late`` copies are made as late as they may (``support.late_copies``).
     With a ``reserve`` the first tail that goes back stays mapped as the new reserve; without one it is gone.
+    With ``grow`` a level is asked for ahead of every session that finds none, whatever the policy would do.
     """
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_mib * MIB}
     if late:
@@ -850,6 +852,8 @@ def host_copies(
     results, restored = [], 0
     for _ in range(turns):
         for session in prompts(seed, count, length):
+            if grow and controller.level == 0 and not controller.moving:
+                rig.scheduler.arbiter.want(1)
             results += rig.generate([session], 4)
             if controller.level and not controller.moving and rig.scheduler.arbiter.pool.cordon_limit is None:
                 restored += shrinker.restore(1)
