@@ -84,6 +84,7 @@ class StepModel:
         level_s: moving the pages of one level, measured.
         page_bytes, block_bytes, pages, max_level: memory that VAMP starts with and can gain, as its log says.
         blocks: of its pool at start.
+        staging_pages: that staging takes of the KV budget, but not beside KV offloading.
         home_steps: steps between two looks at the hit counters, as the worker's.
     """
 
@@ -113,6 +114,7 @@ class StepModel:
     pages: int = 1284
     max_level: int = 128
     blocks: int = 1185
+    staging_pages: int = 84
     home_steps: int = 64
 
     def resident_s(self, prompt_tokens: int, decode_tokens: int, context: int) -> float:
@@ -144,6 +146,13 @@ class StepModel:
     def inclusion(self) -> tuple[float, ...]:
         """Chance that a token is routed to each expert, coldest first; the sum is ``top_k``."""
         return _inclusion(self.experts, self.top_k, self.sigma)
+
+    def unstaged(self) -> StepModel:
+        """The same without staging, whose memory goes to the KV cache."""
+        more = self.staging_pages * self.page_bytes // self.block_bytes
+        return replace(
+            self, pages=self.pages + self.staging_pages, blocks=self.blocks + more, staging_pages=0
+        )
 
     def blocks_at(self, level: int) -> int:
         return (self.pages + level * self.layers) * self.page_bytes // self.block_bytes

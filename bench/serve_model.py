@@ -127,7 +127,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         mine = [arm for arm in arms if arm.kind in PARTS[name].arms]
         if not mine:
             continue
-        engine = ModelledEngine(PARTS[name], machine, model, clock)
+        chosen = model.unstaged() if PARTS[name].host_kv else model
+        engine = ModelledEngine(PARTS[name], machine, chosen, clock)
         with virtual_time(clock):
             warm_up(engine)
             for sessions in arguments.sessions:

@@ -139,8 +139,10 @@ class SlotKernel:
             x = torch.zeros(tokens, self.w2.shape[1], dtype=self.dtype, device=ids.device)
             weights = torch.ones_like(ids, dtype=torch.float32)
             self(x, weights, ids)
-            if self.staging is not None:  # steps that are staged ahead, once something is out, launch others
+            if self.staging is not None:  # once something is out, steps launch others
                 self._run(x, weights, ids, self.slots, self.hosted, None, after_wait=True)
+                if self.staging.fills(tokens):
+                    self._run(x, weights, ids, self.slots, self.hosted, self.staging.free)
             tokens //= 2
 
 

@@ -129,14 +129,19 @@ class Staging:
         self._decide()
 
     def fill(self, tokens: int) -> torch.Tensor | None:
-        """``free`` for a step, of so many tokens, that is not staged ahead; None where it is not worth it."""
-        return self.free if tokens * self._costs.top_k >= FILL_ROWS * self._costs.experts else None
+        """``free`` for a step, of so many tokens, that is not staged ahead; None where it is not worth it.
+
+        Nor is it while nothing is on the host, but for a graph, which is replayed at other levels.
+        """
+        return self.free if self.fills(tokens) and (self._out or self._captured()) else None
+
+    def fills(self, tokens: int) -> bool:
+        """Whether such a step may bring experts to slots itself, once some are on the host."""
+        return tokens * self._costs.top_k >= FILL_ROWS * self._costs.experts
 
     def wanted(self, tokens: int) -> bool:
         """Whether the layers of this step, of so many tokens, are staged ahead; then the tables are right."""
-        if self._from is None or tokens < self._from:
-            return False
-        if self.free.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._from is None or tokens < self._from or self._captured():
             return False
         if self._stale:
             self._rebuild()
@@ -156,6 +161,9 @@ class Staging:
     @ranged("staging")
     def _leave(self, layer: int) -> None:
         self._copies.leave(layer)
+
+    def _captured(self) -> bool:
+        return self.free.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _rebuild(self) -> None:
         """Bring tables and copies up to date, for what is queued on the current stream from now on."""

@@ -64,8 +64,14 @@ def test_slots_for_the_kernel_to_fill_come_and_go_in_place(rank: Rank) -> None:
     assert staging.free.tolist() == list(range(geometry.own_slots, geometry.home_slot_base))
     staging.choose("off")
     assert staging.free.tolist() == [-1] * 6 and staging.free.data_ptr() == address
-    assert staging.fill(24) is staging.free and staging.fill(23) is None
     assert staging.staged_from is None and not staging.needs_host_code
+    assert staging.fills(24) and staging.fill(24) is None, "nothing is out"
+    assert rank.boundary.offload(1).ok
+    staging.update()
+    assert staging.fill(24) is staging.free and staging.fill(23) is None
+    assert rank.boundary.restore(1).ok
+    staging.update()
+    assert staging.fill(24) is None
 
 
 def test_only_region_with_something_out_needs_host_code(rank: Rank) -> None:
