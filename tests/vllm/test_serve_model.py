@@ -32,6 +32,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(out / "model")
     load = ["--workload", "demo", "--traces", str(BENCH / "traces"), "--sessions", "8", "--measure", "5"]
     pool = ["--kv-gib", "0.36", "--upper-gib", "2", "--host-kv-gib", "2", "--set", "blocks=56", "pages=62"]
+    pool += ["staging_pages=0"]
     pool += ["--policy", "measured"]
     done = run(out, "--model", str(out / "model"), *load, *pool, "--arms", *ARMS)
     assert done.returncode == 0, done.stderr[-2000:]
