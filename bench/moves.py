@@ -190,7 +190,10 @@ def measure(rank: Rank, mode: str, kind: MoveKind, tail: str, levels: int, steps
     if tail == "bare":
         rank.boundary.clear()
     else:
-        assert all(rank.boundary.cover_ahead(levels))
+        for _ in rank.boundary.cover_ahead(levels):
+            pass
+        pages = levels * rank.slab.geometry.pages_per_level
+        assert [*rank.region.covered][:pages] == [*range(rank.region.pages, rank.region.pages + pages)]
     rank.calls.clear()
     if steps is None:
         begin = time.perf_counter()

@@ -34,7 +34,7 @@ RETRY_S = 5.0
 # Levels that seem worth their price are asked for this part of the pool ahead of what is used of them.
 AHEAD = 16
 # Actions by which an allocation does without the tail that is about to go back.
-DOES_WITHOUT = (Action.EVICT, Action.SPILL, Action.QUEUE)
+DOES_WITHOUT = (Action.EVICT, Action.SPILL)
 
 
 class Arbiter:
@@ -228,7 +228,7 @@ class Arbiter:
         if fresh <= clean:
             return need
         decision = self._decide(fresh, blocks, hits, request, running)
-        keep = self.measured is not None and decision.action in DOES_WITHOUT
+        keep = self.measured is not None and self._does_without(decision, fresh - clean)
         if self.pool.cordon_limit is not None and not keep:
             # Pressure is back before the tail was given away: keep it.
             self.pool.lift_cordon()
@@ -254,6 +254,11 @@ class Arbiter:
         if self.measured is None:
             return decide(situation, self.costs.parameters)
         return self.measured.decide(situation, clean, hits)
+
+    def _does_without(self, decision: Decision, missing: int) -> bool:
+        """Whether the tail can go back all the same: a queue has to be waited for with it and without."""
+        queued = decision.action is Action.QUEUE and missing > len(self.pool.parked)
+        return queued or decision.action in DOES_WITHOUT
 
     def _carry_out(self, decision: Decision, need: int) -> int:
         if decision.levels:
@@ -312,7 +317,7 @@ class Arbiter:
             load_block_s=self.load_block_s,
             # One that has begun, or was loaded from host memory, may wait for those that run, not for itself.
             held_blocks=0 if request.num_computed_tokens and not self.running else self.pool.held_blocks,
-            waiting=self.waiting,
+            waiting=max(0, self.waiting - 1),  # it is one of them
         )
 
     def _copied(self, missing: int, clean: int, hits: Collection[KVCacheBlock]) -> tuple[bool, ...]:

@@ -36,13 +36,15 @@ def install() -> None:
         if str(self.load_format).lower() != settings.LOAD_FORMAT:
             return original(self, *args, **kwargs)
         extra = self.additional_config or {}
-        chosen = settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
+        settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
         _fill_worker(self)
         _export_metrics()
         config = original(self, *args, **kwargs)
         config.scheduler_config.scheduler_cls = _scheduler(config)
         _choose_experts(config)
         refusals.check_engine(config)
+        chosen = settings.of(config)
+        assert chosen is not None
         _check_files_and_sizes(chosen, config)
         return config
 

@@ -140,7 +140,7 @@ def of(vllm_config: Any) -> VampSettings | None:
         return None
     extra = vllm_config.additional_config
     chosen = parse(extra.get(KEY, {}) if isinstance(extra, Mapping) else {})
-    if chosen.staging == "auto" and vllm_config.kv_transfer_config is not None:
+    if chosen.staging == "auto" and getattr(vllm_config.kv_transfer_config, "kv_connector", None):
         # With copies of KV blocks in host memory few levels leave: that HBM serves better as KV cache.
         chosen = dataclasses.replace(chosen, staging="off")
     return chosen

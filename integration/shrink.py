@@ -81,7 +81,7 @@ class Shrinker:
         if controller.level == 0 or controller.moving or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
-        if arbiter.measured is not None and arbiter.host_kv is not None:
+        if arbiter.measured is not None and arbiter.host_kv is not None and arbiter.host_kv.copies_known:
             waiting = 0  # a request may be in the queue because that is the cheapest place for it
         if too_soon(waiting, now - arbiter.last_growth_at, arbiter.costs.restore) is not None:
             return  # before tails are walked over

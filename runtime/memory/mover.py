@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from vamp_runtime.errors import DriverError
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind, Outcome
@@ -62,6 +62,7 @@ class Mover:
         self._stop = threading.Event()
         self._refused = False
         self.rested_at = time.monotonic()
+        self._usual_switch_s = sys.getswitchinterval()
 
     @property
     def busy(self) -> bool:
@@ -88,9 +89,8 @@ class Mover:
         if move.kind is not MoveKind.RESTORE:
             self._slots_changed()
         # Here, not there: a thread that waits for the lock already waits as long as was usual when it began.
-        usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._agreed = self._thread.submit(self._prepare, usual)
+        self._agreed = self._thread.submit(self._prepare)
 
     def finish(self, wait: bool = False) -> Outcome | None:
         """The outcome, once; ``None`` where no move has ended. Publishes, or undoes what was refused."""
@@ -111,9 +111,13 @@ class Mover:
         """
         self._pause()
         if self._beside and not self.busy and not self._refused:
-            # At the interpreter's end nothing can be queued any more, and nobody needs the addresses.
-            with suppress(RuntimeError):
+            try:
                 self._covering = self._thread.submit(self._cover)
+            except BrokenExecutor:
+                raise
+            except RuntimeError:
+                # At the interpreter's end nothing can be queued any more, and nobody needs the addresses.
+                return
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,17 +145,19 @@ class Mover:
             return
         self._stop.set()
         covering, self._covering = self._covering, None
-        covering.result()
-        self._stop.clear()
+        try:
+            covering.result()
+        finally:
+            self._stop.clear()
 
-    def _prepare(self, switch_interval_s: float) -> bool:
-        """The pages, and the other ranks' consent; then the interpreter's interval is as given again."""
+    def _prepare(self) -> bool:
+        """The pages, and the other ranks' consent; then the interpreter's interval is as usual again."""
         with self._or_end():
             try:
                 self._boundary.prepare()
                 return self._boundary.agree()
             finally:
-                sys.setswitchinterval(switch_interval_s)
+                sys.setswitchinterval(self._usual_switch_s)
 
     def _cover(self) -> None:
         """Strict boundaries clear in the place of covering. A refusal costs the next growth time, no more."""

@@ -218,12 +218,12 @@ class Measurements:
             return 0.0
         reading = self._reading(now_s, capacity)
         top = len(reading.step) - 1
-        before, after = min(before, top), min(after, top)
-        if self._link.paced:
-            added = [reading.decode[level] + reading.prefill[level] for level in (before, after)]
-            return (added[1] - added[0]) * self.horizon_s(now_s)
-        levels, steps_per_s = (before, after), self._reads.steps_per_s
-        return offload_s(reading.step, *levels, self._link.layers, steps_per_s, self.horizon_s(now_s))
+        before, after, horizon_s = min(before, top), min(after, top), self.horizon_s(now_s)
+        layers, steps_per_s, paced = self._link.layers, self._reads.steps_per_s, self._link.paced
+        # Where prompts are paced, passes come with them, and reads beside decoding with the steps there are.
+        per_step = reading.step_decode if paced else reading.step
+        passes = reading.prefill[after] - reading.prefill[before] if paced else 0.0
+        return offload_s(per_step, before, after, layers, steps_per_s, horizon_s) + passes * horizon_s
 
     def queue_price(self, now_s: float, blocks: int, waiting: int) -> float | None:
         """A request that waits until others have given back ``blocks``; None without copies in host memory.

@@ -16,7 +16,7 @@ MOST_TOGETHER = 8
 # Requests are held until they have waited together for so many times as long as their prefill would stop
 # those who decode. Were arrivals independent, 1 would keep the sum of both delays least; but sessions answer
 # what they were told, so that who finishes decoding meanwhile is not stopped, and comes with the next pass.
-PATIENCE = 4.0
+PATIENCE = 8.0
 
 
 def longest_prompt(budget: int, lengths: Sequence[int], block_tokens: int) -> int:

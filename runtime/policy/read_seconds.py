@@ -40,6 +40,7 @@ class ReadSeconds:
 
     Attributes:
         step: to one layer of a step, as steps were.
+        step_decode: the same of those steps that decode, the others counting for nothing.
         decode: a second, to steps that decode.
         prefill: a second, to what prompts wait for: where they are paced the pass that serves them, else
             steps that prefill, had nothing been missed that capacity would cure.
@@ -47,6 +48,7 @@ class ReadSeconds:
     """
 
     step: Sequence[float]
+    step_decode: Sequence[float]
     decode: Sequence[float]
     prefill: Sequence[float]
     token: Sequence[float]
@@ -73,6 +75,7 @@ def read_seconds(reads: LevelReads, link: Link, curve: HitCurve, capacity: int) 
         prefill = [seconds * link.layers * steps_per_s for seconds in apart]
     return ReadSeconds(
         step=reads.per_layer_s(*on),
+        step_decode=decode,
         decode=[seconds * link.layers * steps_per_s for seconds in decode],
         prefill=prefill,
         token=[seconds * link.layers / link.step_tokens for seconds in full],

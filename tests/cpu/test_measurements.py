@@ -257,9 +257,25 @@ def test_where_prompts_are_paced_a_level_costs_each_of_them_a_pass() -> None:
     horizon, lookups = measurements.horizon_s(now), measurements.curve(now).lookups_per_s
     one_pass = 24 * 12 * (6 << 20) / 51e9
     price = measurements.offload_price(now, 1288, 0, 12)
-    decode = measurements._reading(now, 1288).decode[12]
+    assert measurements._reads is not None
+    decode = measurements._reading(now, 1288).step_decode[12] * 24 * measurements._reads.steps_per_s
     assert price == pytest.approx((one_pass * lookups + decode) * horizon, rel=0.01) and decode > 0
     assert measurements.offload_price(now, 1288, 12, 0) == pytest.approx(-price)
+
+
+def test_long_answers_pay_for_levels_when_nobody_asks_any_more() -> None:
+    """Levels must go back, and not come for nothing, while all that is left decodes on."""
+    measurements = make(paced=True)
+    began = now = take_turns(measurements, sessions=20)
+    prices = []
+    while now < began + 200:
+        for _ in range(100):
+            now += 0.02
+            measurements.step(now, 16)
+        prices.append(measurements.offload_price(now, 1288, 0, 40) / measurements.horizon_s(now))
+    lasting = [price for price in prices[-20:]]
+    assert min(lasting) > 0 and max(lasting) < 1.5 * min(lasting)
+    assert max(prices) < 20 * min(lasting)
 
 
 def test_what_is_there_of_a_prompt() -> None:

@@ -133,7 +133,12 @@ def test_only_an_engine_with_the_load_format_has_settings(
 
 @pytest.mark.parametrize(
     ("staging", "connector", "expected"),
-    [("auto", None, "auto"), ("auto", object(), "off"), ("region", object(), "region")],
+    [
+        ("auto", None, "auto"),
+        ("auto", SimpleNamespace(kv_connector=None), "auto"),
+        ("auto", SimpleNamespace(kv_connector="OffloadingConnector"), "off"),
+        ("region", SimpleNamespace(kv_connector="OffloadingConnector"), "region"),
+    ],
 )
 def test_beside_kv_offloading_no_hbm_is_kept_for_staging_unless_asked_for(
     staging: str, connector: object, expected: str
