@@ -79,7 +79,8 @@ def decoding(engine: ServeEngine, batch: int, output_tokens: int) -> Iterator[Ca
 
 def decode_times(engine: ServeEngine, batch: int, steps: int, budget_s: float) -> list[float]:
     """Seconds between the ends of consecutive steps of ``batch`` sequences."""
-    with decoding(engine, batch, steps) as step:
+    with decoding(engine, batch, steps + MOST_STEPS) as step:
+        _settle(engine, step)
         began = last = time.monotonic()
         times: list[float] = []
         while len(times) < steps and (last - began < budget_s or len(times) < 5):
@@ -87,6 +88,15 @@ def decode_times(engine: ServeEngine, batch: int, steps: int, budget_s: float) -
             times.append(now - last)
             last = now
     return times[1:]
+
+
+def _settle(engine: ServeEngine, step: Callable[[], float]) -> None:
+    """Steps until no page is being mapped ahead of the next growth, as after a level that went back."""
+    if engine.part.vamp:
+        from vamp_integration import configure
+
+        if engine.rpc(configure.rested_at) is None:
+            steps_until_rest(engine, step)
 
 
 def warm_up(engine: ServeEngine, plan: Plan) -> None:

@@ -61,9 +61,9 @@ def fused_moe(
     on: experts of at most one tile (``block_m`` rows, a choice of ``launch``) are read in place by a few
     programs that start first, and larger ones are copied to ``staging_slots``; from ``STAGE_ALL_ROWS`` rows a
     tile on, all of them are. Where slots do not suffice, the rest are read in place, once for each tile or
-    part of one that a program multiplies. Up to ``GEMV_TOKENS`` tokens, one program reads the same rows for
-    all pairs in turn, from its cache after the first. Without ``host_experts`` an expert may lie anywhere as
-    well; host memory is then slower than it need be.
+    part of one that a program multiplies. Up to ``GEMV_TOKENS`` tokens (in fp8 ``GEMV_TOKENS_FP8``), one
+    program reads the same rows for all pairs in turn, from its cache after the first. Without
+    ``host_experts`` an expert may lie anywhere as well; host memory is then slower than it need be.
 
     Args:
         hidden_states: ``[M, H]``, bf16 or fp16, rows contiguous; M may be 0.

@@ -10,7 +10,9 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale in fp8
-GEMV_TOKENS = 8
+# Beyond so many tokens, sorting pairs by expert costs less than reading shared experts once for each pair.
+GEMV_TOKENS = 4
+GEMV_TOKENS_FP8 = 8
 PART_ROWS = 64  # that a group of warps multiplies where warps specialise
 DEPENDENT_LAUNCH_TOKENS = 512
 # A link of 55 GB/s with 2 us for a read wants 110 KB under way; several times that also covers the programs
@@ -207,7 +209,7 @@ def choose_launch(
     if fp8 and not limits.has_fp8:
         at = ".".join(map(str, limits.capability))
         raise ValueError(f"w13 is {dtype}, expected bf16 or fp16 on compute capability {at}: fp8 needs 8.9")
-    if tokens <= GEMV_TOKENS:
+    if tokens <= (GEMV_TOKENS_FP8 if fp8 else GEMV_TOKENS):
         gemv = _gemv_fp8(hidden, intermediate) if fp8 else _gemv(tokens, hidden, intermediate)
         return MoeLaunch(*gemv, limits.has_dependent_launch)
     hit = experts * (1.0 - (1.0 - min(top_k / experts, 1.0)) ** tokens)

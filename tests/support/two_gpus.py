@@ -1,0 +1,108 @@
+"""Two ranks with a GPU each: what breaks on one of them, and scenarios with it (``support.engine``)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from support.faulty import FaultyDriver
+from support.scenarios import MIB, Rig, _one_by_one
+
+REFUSED = ("map", "unmap", "set_access", "zero", "copy")
+
+
+class Faults:
+    """Worker extension (``--worker-extension-cls``): spawned ranks can be changed in no other way."""
+
+    def seal_experts(self) -> None:
+        self._memory.slab.seal()  # type: ignore[attr-defined]
+
+    def verify_memory(self) -> int:
+        """Every invariant that a rank sees alone, and the bytes of every expert; the level."""
+        self._mover.rest()  # type: ignore[attr-defined]
+        self._boundary.check_integrity()  # type: ignore[attr-defined]
+        self._boundary.slab.verify_all()  # type: ignore[attr-defined]
+        return int(self._boundary.slab.level)  # type: ignore[attr-defined]
+
+    def refuse_calls(self, every: int) -> None:
+        """On rank 1, the driver refuses one call in ``every``, which an undo must not reach."""
+        if dist.get_rank() != 1:
+            return
+        driver = self._memory.driver  # type: ignore[attr-defined]
+        faulty = _Repeating(driver, every)
+        for name in REFUSED:
+            setattr(driver, name, getattr(faulty, name))
+
+    def lose_state(self, epoch: int) -> None:
+        """On rank 1, the move of this epoch cannot be undone."""
+        from vamp_runtime.errors import StateLost
+
+        boundary = self._boundary  # type: ignore[attr-defined]
+        run = boundary.run
+
+        def lose(move: Any) -> Any:
+            if dist.get_rank() == 1 and move.epoch == epoch:
+                raise StateLost("on purpose")
+            return run(move)
+
+        boundary.run = lose
+
+
+class _Repeating(FaultyDriver):
+    """Refuses every ``every``-th counted call."""
+
+    def __init__(self, inner: Any, every: int) -> None:
+        calls = {name: getattr(inner, name) for name in REFUSED}
+        super().__init__(_Calls(calls), every, set(REFUSED))  # type: ignore[arg-type]
+        self.every = every
+
+    def _counting(self, name: str, call: Any) -> Any:
+        refusing = super()._counting(name, call)
+
+        def counted(*args: Any, **named: Any) -> Any:
+            if self.counter >= self.fail_at:
+                self.fail_at += self.every
+            return refusing(*args, **named) if not named else refusing(*args, *named.values())
+
+        return counted
+
+
+class _Calls:
+    """The driver's own calls, taken before its attributes are replaced."""
+
+    def __init__(self, calls: dict[str, Any]) -> None:
+        self.__dict__.update(calls)
+
+
+def ranks(
+    model: str, work: dict[str, int], vamp: dict[str, Any], kv_mib: int, fault: str = "", **options: Any
+) -> Any:
+    """Prompts one by one on two GPUs; ``fault`` is "", "refused" or "lost", on rank 1 alone."""
+    from vamp_integration import arbiter
+
+    rig = Rig(
+        model,
+        vamp={"max_offload_ratio": 0.5, "exercise_steps": 1, **vamp},
+        kv_cache_memory_bytes=kv_mib * MIB,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls="support.two_gpus.Faults",
+        **options,
+    )
+    rig.engine.collective_rpc("seal_experts")
+    if fault == "refused":
+        arbiter.RETRY_S = 0.0
+        rig.engine.collective_rpc("refuse_calls", args=(61,))
+    if fault == "lost":
+        rig.engine.collective_rpc("lose_state", args=(5,))
+    began = time.monotonic()
+    try:
+        results = _one_by_one(rig, **work)
+        rig.settle()
+        levels = rig.engine.collective_rpc("verify_memory")
+    except Exception as error:  # whatever vLLM raises for a dead rank is the result here
+        seconds = time.monotonic() - began
+        return {"error": f"{type(error).__name__}: {error}", "seconds": seconds, **rig.report()}
+    return {"results": results, "levels": levels, **rig.report()}
