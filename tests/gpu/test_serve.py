@@ -24,7 +24,7 @@ OPTIONS = {
     "--max-num-seqs": "8",
     "--max-num-batched-tokens": "1024",
     "--kv-cache-memory-bytes": str(64 << 20),
-    "--gpu-memory-utilization": "0.4",
+    "--gpu-memory-utilization": "0.1",
     "--gdn-prefill-backend": "triton",
 }
 LULL_S = 60.0
