@@ -87,7 +87,8 @@ class Points:
         )
 
     def growth(self, repeat: int) -> None:
-        row = {"arm": self._engine_name(), "batch": self.plan.growth_batch, "repeat": repeat}
+        row = {"arm": self._engine_name(), "host_kv_gib": self._host_kv_gib()}
+        row |= {"batch": self.plan.growth_batch, "repeat": repeat}
         self._point(
             "growth", row, STEPS_S, lambda engine: serve_steps.measure_growth(engine, self.plan, not repeat)
         )
@@ -182,6 +183,9 @@ class Points:
         name = "vamp" if self.machine.kernel == "vamp" else "vamp_vllm_kernel"
         return f"{name}_peer" if self.machine.vamp.get("peer_hbm_gib") else name
 
+    def _host_kv_gib(self) -> float:
+        return self.machine.host_kv_gib if self.part.host_kv else 0
+
     def _about_engine(self) -> dict[str, Any]:
         ready, arguments, machine = self._ready, self.arguments, self.machine
         return {
@@ -193,7 +197,7 @@ class Points:
             "max_num_batched_tokens": machine.max_num_batched_tokens,
             "engine_args": " ".join(arguments.engine_arg),
             "vamp_args": " ".join(arguments.vamp_arg) if self.part.vamp else "",
-            "host_kv_gib": machine.host_kv_gib if self.part.host_kv else 0,
+            "host_kv_gib": self._host_kv_gib(),
             "hbm_used_gib": ready["hbm_used_gib"],
         }
 

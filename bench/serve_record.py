@@ -24,7 +24,7 @@ Row = dict[str, Any]
 KEYS = {
     "replay": ("arm", "workload", "sessions", "moe_kernel", "measure_s"),
     "decode_step": ("arm", "batch", "level_share", "pass"),
-    "growth": ("arm", "batch", "repeat"),
+    "growth": ("arm", "host_kv_gib", "batch", "repeat"),
 }
 
 

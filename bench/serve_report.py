@@ -15,7 +15,7 @@ from typing import Any
 import serve_plot
 import serve_targets as targets
 from serve_record import KEYS
-from serve_rows import File, Row, Rows, read
+from serve_rows import File, Row, Rows, by_machine, read
 
 # Bytes a second at which a kernel reads experts in host memory in place (profiles/hardware/h200.toml).
 LINK_RATE = 51e9
@@ -137,7 +137,7 @@ def growths(rows: Rows) -> Iterator[str]:
     )
     lines = [
         (
-            r["arm"],
+            r["arm"] + (" with KV offloading" if r.get("host_kv_gib") else ""),
             str(r["batch"]),
             f"{r['growth_gib']:.2f}",
             str(r["level_after"]),
@@ -159,7 +159,8 @@ def resident(path: Path | None, model: str = "qwen3-next") -> dict[int, float]:
 
 
 def page(files: list[File], resident_us: dict[int, float], plots: list[str]) -> str:
-    replays, steps, growth = (Rows(files, kind, KEYS[kind]) for kind in KEYS)
+    (_, main), *others = by_machine(files).items()
+    replays, steps, growth = (Rows(main, kind, KEYS[kind]) for kind in KEYS)
     workload = "peak140k"
     lines = ["# Serving results", ""]
     lines += [f"Made by `bench/serve_report.py` from {len(files)} results files.", ""]
@@ -174,10 +175,20 @@ def page(files: list[File], resident_us: dict[int, float], plots: list[str]) -> 
         lines += ["## Decode steps", "", *decode(steps, resident_us)]
     if growth.rows:
         lines += ["## Growth while sequences decode", "", *growths(growth)]
+    for (layers, gpus), theirs in others:
+        lines += [f"## {layers} layers on {gpus} GPUs", "", *_other_machine(theirs)]
     lines += ["## To measure again", ""]
     lines += ["What holds for all of them:", "", *_common_notes(files), ""]
     lines += table(("file", "device", "commit", "command", "anchor"), [_source(file) for file in files])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _other_machine(files: list[File]) -> Iterator[str]:
+    """Tables of a model of another size, or on more GPUs: held against its own unmodified arm."""
+    replays, steps, _ = (Rows(files, kind, KEYS[kind]) for kind in KEYS)
+    yield from serving(replays)
+    if steps.rows:
+        yield from decode(steps, {})
 
 
 def _common_notes(files: list[File]) -> list[str]:
@@ -214,7 +225,7 @@ def main() -> int:
         files = read(arguments.folder)
         records = sorted(arguments.folder.glob("*moe_layer-bf16.json"))
         resident_us = resident(arguments.moe_layer or (records[-1] if records else None))
-        plots = serve_plot.save(files, arguments.out.parent)
+        plots = serve_plot.save(next(iter(by_machine(files).values())), arguments.out.parent)
         arguments.out.write_text(page(files, resident_us, plots), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"serve_report.py: {error}", file=sys.stderr)

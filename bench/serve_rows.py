@@ -41,6 +41,17 @@ def read(folder: Path) -> list[File]:
     return found
 
 
+def by_machine(files: Iterable[File]) -> dict[tuple[int, int], list[File]]:
+    """Files by layers of the model and GPUs, those that most files have first."""
+    found: dict[tuple[int, int], list[File]] = {}
+    for file in files:
+        layers, gpus = (
+            max((row.get(name, 0) for row in file.record["rows"]), default=0) for name in ("layers", "tp")
+        )
+        found.setdefault((layers, gpus), []).append(file)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
 class Rows:
     """All rows of one kind; where a point was measured again, the newest."""
 
@@ -55,7 +66,7 @@ class Rows:
             rows = [{**row, "file": file.name, "anchor": anchor} for row in file.record["rows"]]
             self._of_file[file.name] = rows
             for row in rows:
-                key = tuple(row[name] for name in keys)
+                key = tuple(row.get(name) for name in keys)
                 self.rows.pop(key, None)
                 self.rows[key] = row
 

@@ -40,14 +40,18 @@ class Faults:
         from vamp_runtime.errors import StateLost
 
         boundary = self._boundary  # type: ignore[attr-defined]
-        run = boundary.run
+        request, prepare, asked = boundary.request, boundary.prepare, []
 
-        def lose(move: Any) -> Any:
-            if dist.get_rank() == 1 and move.epoch == epoch:
+        def note(move: Any) -> str:
+            asked.append(move.epoch)
+            return str(request(move))
+
+        def lose() -> bool:
+            if dist.get_rank() == 1 and asked[-1] == epoch:
                 raise StateLost("on purpose")
-            return run(move)
+            return bool(prepare())
 
-        boundary.run = lose
+        boundary.request, boundary.prepare = note, lose
 
 
 class _Repeating(FaultyDriver):
