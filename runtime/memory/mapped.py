@@ -7,6 +7,7 @@ from functools import partial
 from itertools import count
 
 from vamp_runtime.memory.driver import MemoryDriver
+from vamp_runtime.memory.runs import runs
 from vamp_runtime.memory.transaction import Transaction
 
 #: An address, and the pages that lie behind it one after the other.
@@ -104,11 +105,4 @@ class PageMap:
         return zip(count(address, self._page_bytes), pages, strict=False)
 
     def _runs(self, addresses: Iterable[int]) -> list[list[int]]:
-        """Neighbours in address, which one call can serve."""
-        found: list[list[int]] = []
-        for at in sorted(addresses):
-            if found and found[-1][-1] + self._page_bytes == at:
-                found[-1].append(at)
-            else:
-                found.append([at])
-        return found
+        return [[at for (at,) in run] for run in runs(((at,) for at in addresses), self._page_bytes)]
