@@ -89,10 +89,6 @@ class PageMap:
         """The page at an address."""
         return self._page_at.get(address)
 
-    def shut(self, address: int) -> bool:
-        """Whether the page at an address could not be opened."""
-        return address in self._shut
-
     def _map(self, run: Sequence[int], pages: Sequence[int]) -> None:
         self._driver.map(run[0], *pages)
         self._page_at.update(zip(run, pages, strict=True))
