@@ -251,17 +251,9 @@ class Measured:
         # All free blocks without content are among ``clean``.
         victims = self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
-        prices = MeasuredPrices(
-            self.measurements,
-            now,
-            self.pool.num_gpu_blocks,
-            situation.level,
-            situation.needed_blocks,
-            situation.partial_tokens,
-            situation.waiting,
-            victims,
-            self._on_host if any(situation.copied) else None,
-        )
+        on_host = self._on_host if any(situation.copied) else None
+        capacity = self.pool.num_gpu_blocks
+        prices = MeasuredPrices(self.measurements, now, capacity, situation, victims, on_host)
         decision = decide_by(situation, prices, self.costs.parameters)
         chosen = [self.pool.blocks[block_id] for block_id in victims[: decision.evict_blocks]]
         if chosen:

@@ -216,17 +216,8 @@ def action(
     victims = measurements.victims(now, situation.needed_blocks, range(2000))
     if copied:
         situation = replace(situation, copied=(True,) * len(victims))
-    prices = MeasuredPrices(
-        measurements,
-        now,
-        1288,
-        situation.level,
-        situation.needed_blocks,
-        100,
-        situation.waiting,
-        victims,
-        (lambda block: True) if copied else None,
-    )
+    on_host = (lambda block: True) if copied else None
+    prices = MeasuredPrices(measurements, now, 1288, situation, victims, on_host)
     return decide_by(situation, prices, COST).action
 
 
