@@ -23,7 +23,8 @@ from vamp_integration.measured import EngineFacts, Measured
 from vamp_integration.pool import VampBlockPool
 from vamp_runtime.controller import CapacityController, StepCommand
 from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
-from vamp_runtime.policy.decide import Action, Decision, Situation, decide
+from vamp_runtime.policy.decide import Action, Decision, decide
+from vamp_runtime.policy.situation import Situation
 
 # Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
 BESIDE_STEPS_S = 0.25

@@ -28,7 +28,7 @@ from vamp_integration.settings import VampSettings
 from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.chains import Layout, Part
-from vamp_runtime.policy.decide import Decision, Situation, decide_by
+from vamp_runtime.policy.decide import Decision, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
 from vamp_runtime.policy.measured_prices import MeasuredPrices
 from vamp_runtime.policy.measurements import Measurements
@@ -36,6 +36,7 @@ from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.restore import RestoreDecision, RestoreSituation, restore_by
 from vamp_runtime.policy.reuse import ReuseTimes
+from vamp_runtime.policy.situation import Situation
 
 # Seconds between two looks at the waiting requests, and at the level to aim at.
 ORDER_EVERY_S = 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vamp_runtime.policy.decide import Situation
 from vamp_runtime.policy.measurements import Measurements
+from vamp_runtime.policy.situation import Situation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from vamp_runtime.policy.chains import Layout, Part
-from vamp_runtime.policy.decide import Action, Situation, decide_by
+from vamp_runtime.policy.decide import Action, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters
 from vamp_runtime.policy.measured_prices import MeasuredPrices
 from vamp_runtime.policy.measurements import RELEASED_S, Measurements
@@ -16,6 +16,7 @@ from vamp_runtime.policy.parameters import CostParameters
 from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.reuse import ReuseTimes
+from vamp_runtime.policy.situation import Situation
 
 LAYOUT = Layout(block_tokens=544, attention=frozenset({0}), state=frozenset({1}))
 PARAMETERS = MeasuredParameters(
