@@ -250,7 +250,7 @@ class Measured:
         self.measurements.pressed(now)
         wanted = min(situation.needed_blocks, situation.evictable_blocks)
         # All free blocks without content are among ``clean``.
-        victims = self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
+        victims = self.measurements.eviction.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
         on_host = self._on_host if any(situation.copied) else None
         capacity = self.pool.num_gpu_blocks
@@ -302,7 +302,7 @@ class Measured:
         self._lookups_left = MOST_LOOKUPS
         first = list(takewhile(self._may_look_at, islice(waiting, MOST_ORDERED)))
         others = list(islice(waiting, len(first), None))
-        there = self.measurements.wait(map(self._hashes, first))
+        there = self.measurements.eviction.wait(map(self._hashes, first))
         self._there = {request.request_id: cached for request, cached in zip(first, there, strict=True)}
         if not isinstance(waiting, FCFSRequestQueue) or len(first) < 2:
             return
@@ -316,7 +316,7 @@ class Measured:
         if request.request_id not in self._there:
             if not self._may_look_at(request):
                 return None
-            self._there[request.request_id] = self.measurements.there(self._hashes(request))
+            self._there[request.request_id] = self.measurements.eviction.there(self._hashes(request))
         return self._there[request.request_id]
 
     def _may_look_at(self, request: Any) -> bool:

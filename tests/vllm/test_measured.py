@@ -91,8 +91,8 @@ def test_the_chain_that_is_worth_least_goes_first_whatever_was_used_last() -> No
     assert arbiter.journal.decisions[Action.EVICT.value] == 1
     taken = {block.block_id for block in arbiter.pool.get_new_blocks(4)}
     assert taken <= {block.block_id for block in broken_held}
-    assert measured.measurements.wait([kept.block_hashes]) == [5 * BLOCK]
-    assert measured.measurements.wait([broken.block_hashes]) == [0]
+    assert measured.measurements.eviction.wait([kept.block_hashes]) == [5 * BLOCK]
+    assert measured.measurements.eviction.wait([broken.block_hashes]) == [0]
     measured.measurements.chains.check_integrity()
     arbiter.pool.free_blocks(filler)
 
