@@ -175,10 +175,10 @@ def test_levels_are_asked_for_a_little_ahead(
     top = len(blocks_at) - 1
     monkeypatch.setattr(measured, "aim", lambda level, at: top - level)
     asked: list[int] = []
-    monkeypatch.setattr(arbiter, "want", asked.append)
+    monkeypatch.setattr(arbiter.levels, "want", asked.append)
     arbiter._aim(measured)
     assert asked == [wanted]
-    arbiter._wanted_levels = wanted
+    arbiter.levels.wanted = wanted
     arbiter._aim(measured)
     assert asked == [wanted]
 
