@@ -125,7 +125,7 @@ def step_figures(times: list[float]) -> dict[str, Any]:
 def measure_steps(engine: ServeEngine, plan: Plan, share: float, batch: int) -> dict[str, Any]:
     """One row's level and figures."""
     row: dict[str, Any] = {"batch": batch, "level_share": share, "level": 0, "host_bytes": 0.0}
-    if not engine.part.vamp or not engine.scheduler.arbiter.level_held:
+    if not engine.part.vamp or not engine.scheduler.arbiter.levels.held:
         engine.reset(None)
     if engine.part.vamp:
         from vamp_integration import configure
@@ -154,7 +154,7 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
     """
     from vamp_integration import configure
 
-    if afresh or not engine.scheduler.arbiter.level_held:
+    if afresh or not engine.scheduler.arbiter.levels.held:
         engine.reset(None)
     configure.configure(engine.scheduler, {"restore": False})
     arbiter = engine.scheduler.arbiter
@@ -170,11 +170,11 @@ def measure_growth(engine: ServeEngine, plan: Plan, afresh: bool) -> dict[str, A
         covered = engine.rpc(configure.rested_at) is not None
         ends += [step() for _ in range(STEPS_AROUND)]
         requested = time.monotonic()
-        arbiter.want(levels)
+        arbiter.levels.want(levels)
         while controller.level < target and len(ends) < STEPS_AROUND + MOST_STEPS:
             ends.append(step())
         settled = time.monotonic()
-        arbiter.hold_level()
+        arbiter.levels.hold()
         later, rested = steps_until_rest(engine, step)
         ends += later + [step() for _ in range(STEPS_AROUND)]
     if controller.level != target or arbiter.journal.failed_moves > failed:

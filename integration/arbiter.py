@@ -1,7 +1,7 @@
-"""Decides at a KV allocation that would evict or fail, and keeps the block pool in step with the ranks.
+"""Decides at a KV allocation that would evict or fail.
 
-Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``), the move bookkeeping
-(``vamp_runtime.controller``) and the cost model (``vamp_runtime.policy``).
+Stands between vLLM's allocation (``kv_manager.py``), the live pool (``pool.py``), the levels (``levels.py``)
+and the cost model (``vamp_runtime.policy``).
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
 from vamp_integration.kv_offload import VampOffloadingConnector
-from vamp_integration.log import logger
+from vamp_integration.levels import Levels
 from vamp_integration.measured import EngineFacts, Measured
 from vamp_integration.pool import VampBlockPool
-from vamp_runtime.controller import CapacityController, StepCommand
-from vamp_runtime.memory.boundary import Move, MoveKind, Outcome
-from vamp_runtime.policy.decide import Action, Decision, Situation, decide
+from vamp_runtime.controller import StepCommand
+from vamp_runtime.policy.decide import Action, Decision, decide
+from vamp_runtime.policy.situation import Situation
 
-# Longest move, in seconds, where moves run beside steps: it holds none up, but blocks should keep coming.
-BESIDE_STEPS_S = 0.25
-# Shortest, so that the time of a level is never 0.
-LEAST_MOVE_S = 1e-4
-# After a failed move the ranks' memory is as before; trying again at once would fail again.
-RETRY_S = 5.0
 # Levels that seem worth their price are asked for this part of the pool ahead of what is used of them.
 AHEAD = 16
 # Actions by which an allocation does without the tail that is about to go back.
@@ -42,14 +36,10 @@ class Arbiter:
 
     Args:
         tokens_per_block: tokens of one KV block.
-        resize: called with the new number of blocks whenever the pool has grown or shrunk.
-        max_move_s: longest time that one move may take, in seconds; at least one level moves.
+        resize, max_move_s: as in ``Levels``.
 
     Attributes:
-        max_move_s: as given, or BESIDE_STEPS_S where the ranks say that moves hold no step up.
         running, waiting: requests that run as the step begins, and that the last one left in the queue.
-        level_held: the level stays as it is, whatever the demand (``configure.hold``).
-        swap_s: seconds that one pair of groups took in the last swap.
         host_kv: the connector that copies KV blocks to host memory and back, where the engine has one.
         measured: prices decisions where the policy's profile says so; else the paper's cost model does.
     """
@@ -65,20 +55,14 @@ class Arbiter:
         self.pool = pool
         self.costs = costs
         self.tokens_per_block = tokens_per_block
-        self.resize = resize
-        self.controller = CapacityController(pool.num_gpu_blocks)
         self.journal = Journal()
+        self.levels = Levels(pool, self.journal, resize, max_move_s)
+        self.controller = self.levels.controller
         self.hash_tokens = pool.hash_block_size
         self.hit_rate = costs.hit_rate(ghost_blocks=0)
         self.host_kv: VampOffloadingConnector | None = None
         self.holding = False
-        self.level_held = False
         self.running = self.waiting = 0
-        self._wanted_levels = 0
-        self.max_move_s = max_move_s
-        self._level_s = self.swap_s = max_move_s
-        self._no_moves_until = 0.0
-        self.last_growth_at = time.monotonic()
         self.measured: Measured | None = None
         pool.on_evict = self._evicted
 
@@ -98,28 +82,6 @@ class Arbiter:
 
     # Around a step.
 
-    def begin_step(self) -> None:
-        """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
-        if self.level_held:
-            self.draw(max(0, self.controller.reserve_blocks - self.controller.reserve_target))
-            return
-        self._refill()
-        if self._wanted_levels and self.pool.cordon_limit is None:
-            self._wanted_levels -= self.controller.request_offload(min(self._wanted_levels, self.most_levels))
-
-    @property
-    def most_levels(self) -> int:
-        """Levels that one move may take. How long one takes is known from the last move; before that, one."""
-        return max(1, int(self.max_move_s / self._level_s))
-
-    def _refill(self) -> None:
-        """A move that failed has left the reserve short; try again when its time has come."""
-        controller = self.controller
-        short = controller.reserve_target - (controller.mapped_blocks - controller.pool_blocks)
-        room = controller.level < controller.max_level and not controller.moving
-        if short > 0 and room and not self._wanted_levels and time.monotonic() >= self._no_moves_until:
-            self._wanted_levels = 1
-
     def command(self) -> StepCommand | None:
         """What the step that has just been scheduled carries.
 
@@ -131,75 +93,17 @@ class Arbiter:
     def settle(self, report: Report) -> None:
         """Take over what the ranks report: their capacity, or the outcome of a move."""
         if report.capacity is not None:
-            self.controller.announce(report.capacity)
-            if report.capacity.beside_steps:
-                self.max_move_s = self._level_s = self.swap_s = BESIDE_STEPS_S
             capacity = report.capacity
+            self.levels.announce(capacity)
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
-            self.journal.capacity(self.controller)
             if self.measured is not None:
                 self.measured.announce(capacity)
         if report.reads is not None and self.measured is not None:
             self.measured.counted(report.reads)
         if report.memory is not None:
             self.journal.memory = report.memory
-        if report.outcome is None:
-            return
-        outcome = report.outcome
-        move = self.controller.settle(outcome)
-        self.journal.moved(self.controller, move, outcome)
-        if move.kind is MoveKind.SWAP:
-            self._swapped(move, outcome)
-            return
-        now = time.monotonic()
-        if move.kind is MoveKind.OFFLOAD or not outcome.ok:
-            self.last_growth_at = now
-        if not outcome.ok:
-            logger.warning("VAMP: move %d failed and was undone (%s)", outcome.epoch, outcome.reason)
-            self._no_moves_until, self._wanted_levels = now + RETRY_S, 0
-            return
-        # Beside steps, most of a move is waiting for one, which takes no longer for more levels.
-        beside = self.controller.capacity is not None and self.controller.capacity.beside_steps
-        own_s = outcome.pages_seconds if beside else outcome.seconds
-        self._level_s = max(own_s, LEAST_MOVE_S) / move.levels
-        if move.kind is MoveKind.OFFLOAD:
-            logger.info(
-                "VAMP: level %d, %d KV blocks (%d in the pool), %.1f MiB moved in %.1f ms",
-                outcome.level,
-                outcome.blocks,
-                self.controller.pool_blocks,
-                outcome.bytes_moved / 2**20,
-                outcome.seconds * 1e3,
-            )
-
-    def _swapped(self, move: Move, outcome: Outcome) -> None:
-        """A swap changes no capacity, and one that was refused is no reason to put other moves off."""
-        if outcome.ok:
-            self.swap_s = outcome.seconds / len(move.swaps)
-            what = f"exchanged, {outcome.bytes_moved / 2**20:.1f} MiB in {outcome.seconds * 1e3:.1f} ms"
-        else:
-            what = f"not exchanged ({outcome.reason})"
-        logger.info("VAMP: %d pairs of expert groups %s", len(move.swaps), what)
-
-    def draw(self, blocks: int) -> int:
-        """Put up to ``blocks`` reserve blocks into the pool; the number put."""
-        ids = self.controller.draw(blocks)
-        if len(ids):
-            self.pool.grow(ids)
-            self.resize(self.pool.num_gpu_blocks)
-            self.journal.capacity(self.controller)
-        return len(ids)
-
-    def hold_level(self) -> None:
-        """Ask for no more levels, and forget those that were still to be asked for."""
-        self.level_held, self._wanted_levels = True, 0
-
-    def want(self, levels: int) -> None:
-        """Ask for up to ``levels`` more levels, now or as soon as the move under way has settled."""
-        controller = self.controller
-        left = controller.max_level - controller.level - controller.arriving_levels - self._wanted_levels
-        self._wanted_levels += max(0, min(levels, left))
-        self.begin_step()
+        if report.outcome is not None:
+            self.levels.settle(report.outcome)
 
     # At an allocation.
 
@@ -217,7 +121,7 @@ class Arbiter:
             ``need``, after growing the pool if that was the decision; or more than the pool has, which vLLM
             takes as "not this step".
         """
-        if self.level_held:
+        if self.levels.held:
             return need
         if need > self.pool.num_gpu_blocks:
             # The hybrid manager's word for "not in this step"; nothing is short.
@@ -232,7 +136,7 @@ class Arbiter:
         if self.pool.cordon_limit is not None and not keep:
             # Pressure is back before the tail was given away: keep it.
             self.pool.lift_cordon()
-            self.last_growth_at = time.monotonic()
+            self.levels.last_growth_at = time.monotonic()
             clean = len(blocks := self.pool.clean(fresh, hits))
             if fresh <= clean:
                 return need
@@ -262,11 +166,11 @@ class Arbiter:
 
     def _carry_out(self, decision: Decision, need: int) -> int:
         if decision.levels:
-            self.want(decision.levels)
+            self.levels.want(decision.levels)
         if decision.action in (Action.EXPAND, Action.COMBINED):
-            drawn = self.draw(decision.take_blocks)
+            drawn = self.levels.draw(decision.take_blocks)
             assert drawn == decision.take_blocks, (drawn, decision)
-        elif decision.action is Action.WAIT and (self._wanted_levels or self.controller.moving):
+        elif decision.action is Action.WAIT and (self.levels.wanted or self.controller.moving):
             self.holding = True
             return self.pool.num_gpu_blocks + 1
         return need
@@ -277,21 +181,21 @@ class Arbiter:
         Not further than what will be used soon: until then, reading more experts buys nothing.
         """
         controller, capacity = self.controller, self.controller.capacity
-        if capacity is None or time.monotonic() < self._no_moves_until:
+        if capacity is None or time.monotonic() < self.levels.no_moves_until:
             return
-        level = controller.level + controller.arriving_levels + self._wanted_levels
+        level = controller.level + self.levels.coming
         blocks_at = capacity.blocks_at[: controller.max_level + 1]
         unused = blocks_at[min(level, controller.max_level)] - controller.pool_blocks
         ahead = controller.reserve_target + max(1, controller.pool_blocks // AHEAD) - unused
         if ahead > 0 and (levels := measured.aim(level, blocks_at)) > 0:
-            self.want(min(levels, math.ceil(ahead / max(capacity.blocks_per_level, 1))))
+            self.levels.want(min(levels, math.ceil(ahead / max(capacity.blocks_per_level, 1))))
 
     def _situation(
         self, missing: int, clean: int, hits: Collection[KVCacheBlock], request: Any, running: bool
     ) -> Situation:
         now, controller, capacity = time.monotonic(), self.controller, self.controller.capacity
-        blocked = capacity is None or now < self._no_moves_until
-        coming = self._wanted_levels + controller.arriving_levels
+        blocked = capacity is None or now < self.levels.no_moves_until
+        coming = self.levels.coming
         level = controller.level + coming
         per_level = max(capacity.blocks_per_level, 1) if capacity else 1
         evictable = self.pool.get_num_free_blocks() - clean - len(hits)

@@ -58,7 +58,7 @@ def forget(scheduler: Any) -> None:
     """Start the window of the hit rate, the dwell and measurements anew; the journal goes on."""
     arbiter, capacity = scheduler.arbiter, _capacity(scheduler)
     arbiter.hit_rate = arbiter.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
-    arbiter.last_growth_at = time.monotonic()
+    arbiter.levels.last_growth_at = time.monotonic()
     scheduler.measure()
 
 
@@ -76,7 +76,7 @@ def hold(scheduler: Any, level: int) -> None:
         raise ConfigError(f"level: {level} is outside 0..{capacity.max_level}; use {capacity.max_level}")
     if controller.moving or arbiter.pool.cordon_limit is not None:
         raise ConfigError(f"level: {level} cannot be held while a move is under way; step the engine first")
-    arbiter.hold_level()
+    arbiter.levels.hold()
     controller.limit = None
     if level > controller.level:
         controller.request_offload(level - controller.level)
@@ -86,7 +86,7 @@ def hold(scheduler: Any, level: int) -> None:
 
 def release(scheduler: Any) -> None:
     """Let the policy move levels again; ``configure`` sets its bound."""
-    scheduler.arbiter.level_held = False
+    scheduler.arbiter.levels.held = False
 
 
 def _capacity(scheduler: Any) -> Any:

@@ -35,17 +35,14 @@ def install() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(self.load_format).lower() != settings.LOAD_FORMAT:
             return original(self, *args, **kwargs)
-        extra = self.additional_config or {}
-        settings.parse(extra.get(settings.KEY, {}) if isinstance(extra, dict) else {})
+        chosen = settings.given(self.additional_config)  # a wrong one is refused before anything else
         _fill_worker(self)
         _export_metrics()
         config = original(self, *args, **kwargs)
         config.scheduler_config.scheduler_cls = _scheduler(config)
         _choose_experts(config)
         refusals.check_engine(config)
-        chosen = settings.of(config)
-        assert chosen is not None
-        _check_files_and_sizes(chosen, config)
+        _check_files_and_sizes(settings.settled(chosen, config), config)
         return config
 
     create_engine_config.vamp_wrapped = True  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from vamp_integration.settings import VampSettings
 from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.chains import Layout, Part
-from vamp_runtime.policy.decide import Decision, Situation, decide_by
+from vamp_runtime.policy.decide import Decision, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
 from vamp_runtime.policy.measured_prices import MeasuredPrices
 from vamp_runtime.policy.measurements import Measurements
@@ -36,6 +36,7 @@ from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.restore import RestoreDecision, RestoreSituation, restore_by
 from vamp_runtime.policy.reuse import ReuseTimes
+from vamp_runtime.policy.situation import Situation
 
 # Seconds between two looks at the waiting requests, and at the level to aim at.
 ORDER_EVERY_S = 0.05
@@ -249,19 +250,11 @@ class Measured:
         self.measurements.pressed(now)
         wanted = min(situation.needed_blocks, situation.evictable_blocks)
         # All free blocks without content are among ``clean``.
-        victims = self.measurements.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
+        victims = self.measurements.eviction.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
-        prices = MeasuredPrices(
-            self.measurements,
-            now,
-            self.pool.num_gpu_blocks,
-            situation.level,
-            situation.needed_blocks,
-            situation.partial_tokens,
-            situation.waiting,
-            victims,
-            self._on_host if any(situation.copied) else None,
-        )
+        on_host = self._on_host if any(situation.copied) else None
+        capacity = self.pool.num_gpu_blocks
+        prices = MeasuredPrices(self.measurements, now, capacity, situation, victims, on_host)
         decision = decide_by(situation, prices, self.costs.parameters)
         chosen = [self.pool.blocks[block_id] for block_id in victims[: decision.evict_blocks]]
         if chosen:
@@ -309,7 +302,7 @@ class Measured:
         self._lookups_left = MOST_LOOKUPS
         first = list(takewhile(self._may_look_at, islice(waiting, MOST_ORDERED)))
         others = list(islice(waiting, len(first), None))
-        there = self.measurements.wait(map(self._hashes, first))
+        there = self.measurements.eviction.wait(map(self._hashes, first))
         self._there = {request.request_id: cached for request, cached in zip(first, there, strict=True)}
         if not isinstance(waiting, FCFSRequestQueue) or len(first) < 2:
             return
@@ -323,7 +316,7 @@ class Measured:
         if request.request_id not in self._there:
             if not self._may_look_at(request):
                 return None
-            self._there[request.request_id] = self.measurements.there(self._hashes(request))
+            self._there[request.request_id] = self.measurements.eviction.there(self._hashes(request))
         return self._there[request.request_id]
 
     def _may_look_at(self, request: Any) -> bool:

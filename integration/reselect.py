@@ -18,7 +18,7 @@ class Reselector:
 
     Args:
         mib_per_s: most that is swapped, in MiB a second. A swap takes as long as any move may
-            (``Arbiter.max_move_s``); at least one pair of groups is swapped.
+            (``Levels.max_move_s``); at least one pair of groups is swapped.
     """
 
     def __init__(self, arbiter: Arbiter, mib_per_s: float) -> None:
@@ -42,7 +42,8 @@ class Reselector:
         group_bytes = controller.capacity.group_bytes
         self._allowance = self._allowance.later(time.monotonic(), group_bytes)
         # How long a swap takes is known from the last one; before that one goes alone.
-        most = max(1, int(self.arbiter.max_move_s / self.arbiter.swap_s))
+        levels = self.arbiter.levels
+        most = max(1, int(levels.max_move_s / levels.swap_s))
         swaps = choose_swaps(self._candidates, self._allowance, group_bytes, most)
         if controller.request_swap(swaps):
             self._allowance = self._allowance.less(len(swaps) * group_bytes)

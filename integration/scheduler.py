@@ -75,7 +75,7 @@ class VampSchedulerMixin:
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.arbiter.running, self.arbiter.waiting = len(self.running), self.left_waiting  # type: ignore[attr-defined]
-        self.arbiter.begin_step()
+        self.arbiter.levels.begin_step()
         self.shrinker.begin_step(self.left_waiting)
         self.reselector.begin_step()
         measured = self.arbiter.measured

@@ -134,13 +134,21 @@ def _fits(value: object, kind: type) -> bool:
     return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
 
 
+def given(additional_config: Any) -> VampSettings:
+    """Settings from what ``--additional-config`` holds, before there is an engine configuration."""
+    return parse(additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {})
+
+
+def settled(chosen: VampSettings, vllm_config: Any) -> VampSettings:
+    """``chosen``, with what the engine's other options decide."""
+    if chosen.staging == "auto" and getattr(vllm_config.kv_transfer_config, "kv_connector", None):
+        # With copies of KV blocks in host memory few levels leave: that HBM serves better as KV cache.
+        return dataclasses.replace(chosen, staging="off")
+    return chosen
+
+
 def of(vllm_config: Any) -> VampSettings | None:
     """The settings of an engine, or ``None`` where it does not run VAMP."""
     if vllm_config.load_config.load_format != LOAD_FORMAT:
         return None
-    extra = vllm_config.additional_config
-    chosen = parse(extra.get(KEY, {}) if isinstance(extra, Mapping) else {})
-    if chosen.staging == "auto" and getattr(vllm_config.kv_transfer_config, "kv_connector", None):
-        # With copies of KV blocks in host memory few levels leave: that HBM serves better as KV cache.
-        chosen = dataclasses.replace(chosen, staging="off")
-    return chosen
+    return settled(given(vllm_config.additional_config), vllm_config)

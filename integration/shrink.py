@@ -39,7 +39,7 @@ class Shrinker:
             self._carry_on()
         elif self.settings.exercise_steps:
             self._exercise()
-        elif self.settings.restore and not self.arbiter.level_held:
+        elif self.settings.restore and not self.arbiter.levels.held:
             self._look(waiting)
 
     def restore(self, levels: int) -> bool:
@@ -62,12 +62,13 @@ class Shrinker:
             arbiter.pool.truncate()
             blocks = arbiter.controller.request_restore(self._levels)
             assert blocks == arbiter.pool.num_gpu_blocks, (blocks, arbiter.pool.num_gpu_blocks)
-            arbiter.resize(blocks)
+            arbiter.levels.resize(blocks)
             arbiter.journal.capacity(arbiter.controller)
         elif time.monotonic() - self._cordoned_at > self.settings.max_cordon_s:
             arbiter.pool.lift_cordon()
             arbiter.journal.cordons_given_up += 1
-            arbiter.last_growth_at = time.monotonic()  # the next try has to wait as long as after a growth
+            # The next try has to wait as long as after a growth.
+            arbiter.levels.last_growth_at = time.monotonic()
 
     def _copying(self, limit: int) -> bool:
         """Whether a copy to or from host memory still keeps the free tail from being unmapped."""
@@ -83,9 +84,9 @@ class Shrinker:
         self._looked_at = now
         if arbiter.measured is not None and arbiter.host_kv is not None and arbiter.host_kv.copies_known:
             waiting = 0  # a request may be in the queue because that is the cheapest place for it
-        if too_soon(waiting, now - arbiter.last_growth_at, arbiter.costs.restore) is not None:
+        if too_soon(waiting, now - arbiter.levels.last_growth_at, arbiter.costs.restore) is not None:
             return  # before tails are walked over
-        most = min(MOST_LEVELS, arbiter.most_levels, controller.level)
+        most = min(MOST_LEVELS, arbiter.levels.most, controller.level)
         for levels in (most >> halved for halved in range(most.bit_length())):
             leaving = self._leaving(levels)
             situation = self._situation(levels, leaving, waiting, now)
@@ -120,7 +121,7 @@ class Shrinker:
             cached_age_s=min(ages, default=0.0),
             r_hit=arbiter.r_hit(now),
             waiting_requests=waiting,
-            since_growth_s=now - arbiter.last_growth_at,
+            since_growth_s=now - arbiter.levels.last_growth_at,
             moving=controller.moving,
             copied_blocks=sum(map(arbiter.host_holds, cached)),
             load_block_s=arbiter.load_block_s,
@@ -155,7 +156,7 @@ class Shrinker:
         elif controller.level == 0:
             self._rising = True
         if self._rising:
-            self.arbiter.draw(max(0, controller.reserve_blocks - controller.reserve_target))
-            self.arbiter.want(1)
+            self.arbiter.levels.draw(max(0, controller.reserve_blocks - controller.reserve_target))
+            self.arbiter.levels.want(1)
         else:
             self.restore(1)

@@ -183,8 +183,8 @@ class Boundary:
         Raises:
             DriverError: a call was refused; the rest is as useful as before.
         """
-        epoch, pages = self.epoch, self._next_pages(levels)
-        while covered := self._cover_slice(epoch, pages, slice_pages):
+        epoch, slices = self.epoch, self.region.cover_slices(self._next_pages(levels), slice_pages)
+        while covered := self._cover_slice(epoch, slices):
             yield covered
 
     @ranged("abandon")
@@ -277,9 +277,9 @@ class Boundary:
         return in_tail_order(slab, [of_layer[:least] for of_layer in groups])
 
     @ranged("cover ahead")
-    def _cover_slice(self, epoch: int, pages: Sequence[int], most: int) -> int:
+    def _cover_slice(self, epoch: int, slices: Iterator[int]) -> int:
         assert self.state is MoveState.IDLE and epoch == self.epoch, "the tail is no longer the one to cover"
-        return self.region.cover(pages, most)
+        return next(slices, 0)
 
     def _next(self, kind: MoveKind, levels: int) -> Move:
         return Move(self.epoch + 1, kind, levels, self.slab.level, self.region.claimed)

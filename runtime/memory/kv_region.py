@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from vamp_runtime.errors import ConfigError, IntegrityError
@@ -83,8 +83,8 @@ class KVRegion:
         self.cover(handles)
         self.extend(tx, handles)
 
-    def cover(self, handles: Sequence[int], most: int | None = None) -> int:
-        """Let pages lie behind the addresses that follow the tails, at most ``most`` that do not; how many.
+    def cover(self, handles: Sequence[int]) -> int:
+        """Let pages lie behind the addresses that follow the tails; how many did not yet.
 
         They may belong to others, and be read where else they lie: nothing is written. There is no undo,
         since what covers the tails harms nobody.
@@ -92,7 +92,11 @@ class KVRegion:
         Raises:
             DriverError: a call was refused; what covers the tails is known all the same.
         """
-        return self._mapped.lay(self._shares(handles), most)
+        return self._mapped.lay(self._shares(handles))
+
+    def cover_slices(self, handles: Sequence[int], most: int) -> Iterator[int]:
+        """The same, at most ``most`` pages at each turn; how many. Meanwhile the tails may not change."""
+        return self._mapped.lay_slices(self._shares(handles), most)
 
     def uncover(self) -> None:
         """Unmap everything beyond the tails.

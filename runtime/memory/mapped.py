@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 
 from vamp_runtime.memory.driver import MemoryDriver
+from vamp_runtime.memory.runs import runs
 from vamp_runtime.memory.transaction import Transaction
 
 #: An address, and the pages that lie behind it one after the other.
@@ -50,27 +51,26 @@ class PageMap:
 
     def __contains__(self, place: Place) -> bool:
         """Whether just these pages lie there, open."""
-        return all(self._page_at.get(at) == page and at not in self._shut for at, page in self._each(place))
+        return not any(True for _ in self._missing(place))
 
-    def lay(self, places: Iterable[Place], most: int | None = None) -> int:
-        """Let pages lie behind addresses that nobody reads, at most ``most`` of those that do not; how many.
+    def lay(self, places: Iterable[Place]) -> int:
+        """Let pages lie behind addresses that nobody reads; how many did not yet.
 
         Each place lies in one reservation. What lies there in a page's stead is unmapped.
 
         Raises:
             DriverError: a call was refused; those before it have been done.
         """
-        laid = 0
-        for place in places:
-            other = {at: page for at, page in self._each(place) if self._page_at.get(at) != page}
-            other |= {at: page for at, page in self._each(place) if at in self._shut}
-            if most is not None:
-                other = dict(sorted(other.items())[: most - laid])
-            self.clear(other)
-            for run in self._runs(other):
-                self._map(run, [other[at] for at in run])
-            laid += len(other)
-        return laid
+        return sum(self._put(dict(self._missing(place))) for place in places)
+
+    def lay_slices(self, places: Iterable[Place], most: int) -> Iterator[int]:
+        """The same where all places lie in one reservation, at most ``most`` pages at each turn; how many.
+
+        Each turn goes on from where the last one ended: meanwhile nothing may be unmapped.
+        """
+        missing = chain.from_iterable(map(self._missing, places))
+        while pages := dict(islice(missing, most)):
+            yield self._put(pages)
 
     def clear(self, addresses: Iterable[int]) -> None:
         """Unmap whatever lies at these addresses of one reservation.
@@ -88,9 +88,18 @@ class PageMap:
         """The page at an address."""
         return self._page_at.get(address)
 
-    def shut(self, address: int) -> bool:
-        """Whether the page at an address could not be opened."""
-        return address in self._shut
+    def _missing(self, place: Place) -> Iterator[tuple[int, int]]:
+        """Addresses of a place, and the pages that do not lie there, open."""
+        address, pages = place
+        for at, page in zip(count(address, self._page_bytes), pages, strict=False):
+            if self._page_at.get(at) != page or at in self._shut:
+                yield at, page
+
+    def _put(self, pages: Mapping[int, int]) -> int:
+        self.clear(pages)
+        for run in self._runs(pages):
+            self._map(run, [pages[at] for at in run])
+        return len(pages)
 
     def _map(self, run: Sequence[int], pages: Sequence[int]) -> None:
         self._driver.map(run[0], *pages)
@@ -99,16 +108,5 @@ class PageMap:
         self._driver.set_access(run[0], len(run) * self._page_bytes)
         self._shut.difference_update(run)
 
-    def _each(self, place: Place) -> Iterator[tuple[int, int]]:
-        address, pages = place
-        return zip(count(address, self._page_bytes), pages, strict=False)
-
     def _runs(self, addresses: Iterable[int]) -> list[list[int]]:
-        """Neighbours in address, which one call can serve."""
-        found: list[list[int]] = []
-        for at in sorted(addresses):
-            if found and found[-1][-1] + self._page_bytes == at:
-                found[-1].append(at)
-            else:
-                found.append([at])
-        return found
+        return [[at for (at,) in run] for run in runs(((at,) for at in addresses), self._page_bytes)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def runs(places: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """``places`` sorted and cut into runs in which every coordinate grows by one from each to the next.
+def runs(places: Iterable[tuple[int, ...]], step: int = 1) -> list[list[tuple[int, ...]]]:
+    """``places`` sorted and cut into runs in which every coordinate grows by ``step`` from each to the next.
 
     With one coordinate these are neighbours in address; with two, a copy's target and source, in both.
     """
     found: list[list[tuple[int, ...]]] = []
     for place in sorted(places):
-        if found and place == tuple(each + 1 for each in found[-1][-1]):
+        if found and place == tuple(each + step for each in found[-1][-1]):
             found[-1].append(place)
         else:
             found.append([place])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vamp_runtime.policy.measurements import Measurements
+from vamp_runtime.policy.situation import Situation
 
 
 @dataclass(frozen=True)
@@ -14,10 +15,6 @@ class MeasuredPrices:
 
     Attributes:
         capacity: blocks of the pool now.
-        level: groups of every layer that are out or on their way out.
-        needed: blocks missing.
-        partial_tokens: tokens in the last block of the request that would be preempted.
-        waiting: requests in the queue, of late.
         victims: blocks that would be evicted, in that order.
         on_host: whether host memory holds the content of a block too; None where it holds none of them.
     """
@@ -25,29 +22,28 @@ class MeasuredPrices:
     measurements: Measurements
     now_s: float
     capacity: int
-    level: int
-    needed: int
-    partial_tokens: int
-    waiting: int
+    s: Situation
     victims: Sequence[int]
     on_host: Callable[[int], bool] | None = None
 
     def evict(self, blocks: int) -> float:
-        victims = set(self.victims[:blocks])
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level)
+        return self._evict(blocks)
 
     def spill(self, blocks: int) -> float:
-        victims = set(self.victims[:blocks])
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, self.level, self.on_host)
+        return self._evict(blocks, self.on_host)
 
     def offload(self, levels: int) -> float:
-        return self.measurements.offload_price(self.now_s, self.capacity, self.level, self.level + levels)
+        return self.measurements.offload_price(self.now_s, self.capacity, self.s.level, self.s.level + levels)
 
     def combined(self, levels: int, blocks: int) -> float:
         return self.offload(levels) + self.evict(blocks)
 
     def queue(self) -> float | None:
-        return self.measurements.queue_price(self.now_s, self.needed, self.waiting)
+        return self.measurements.queue_price(self.now_s, self.s.needed_blocks, self.s.waiting)
 
     def preempt(self) -> float:
-        return self.measurements.preempt_price(self.needed, self.partial_tokens)
+        return self.measurements.preempt_price(self.s.needed_blocks, self.s.partial_tokens)
+
+    def _evict(self, blocks: int, on_host: Callable[[int], bool] | None = None) -> float:
+        victims, level = set(self.victims[:blocks]), self.s.level
+        return self.measurements.eviction_price(self.now_s, victims, self.capacity, level, on_host)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Sequence
 
-from vamp_runtime.policy.chains import Chain, Chains, Layout, Loss
+from vamp_runtime.policy.chains import Chains, Layout, Loss
 from vamp_runtime.policy.cost import overhead
+from vamp_runtime.policy.eviction_order import EvictionOrder
 from vamp_runtime.policy.measured import (
     MeasuredParameters,
     back_s,
     best_level,
-    chain_rank,
     cured_s,
     eviction_s,
     load_s,
@@ -36,12 +36,15 @@ RELEASED_S = 10.0
 
 
 class Measurements:
-    """Takes events, and gives prices, victims and the level to aim at. Bookkeeping only.
+    """Takes events, and gives prices and the level to aim at. Bookkeeping only.
 
     Args:
         window_s: seconds after which a lookup is forgotten; a chain not before the longest horizon.
         load_block_s: seconds to copy one block from host memory, where it keeps copies.
         loaded_prior: of what is missed, the part that host memory brings back; until it is measured.
+
+    Attributes:
+        eviction: which blocks go first.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Measurements:
         self.load_block_s, self.loaded_prior = load_block_s, loaded_prior
         self._missed = self._loaded = 0.0
         self.chains = Chains(layout, MOST_CHAINS, times.ended)
-        self._awaited: Set[Chain] = frozenset()
+        self.eviction = EvictionOrder(self.chains, times, cost.t_prefill_s)
         self._distances = ReuseDistances(window_s)
         self._released: deque[tuple[float, int]] = deque()
         self._beside: deque[int] = deque(maxlen=BESIDE_LOOKUPS)
@@ -129,51 +132,7 @@ class Measurements:
             self._pressed_since = now_s
         self._pressed_at = now_s
 
-    # Choices.
-
-    def wait(self, waiting: Iterable[Sequence[Hashable]]) -> list[int]:
-        """Requests with these blocks wait for admission, so what they go on from is needed next.
-
-        Returns:
-            tokens that each of them would be given, about.
-        """
-        found = list(map(self.chains.match, waiting))
-        self._awaited = {chain for chain, _ in filter(None, found)}
-        return list(map(self._cached, found))
-
-    def there(self, hashes: Sequence[Hashable]) -> int:
-        """Tokens that a request with these blocks would be given, about."""
-        return self._cached(self.chains.match(hashes))
-
-    def _cached(self, found: tuple[Chain, int] | None) -> int:
-        if found is None:
-            return 0
-        (chain, shared), layout = found, self.chains.layout
-        return min(chain.usable(layout), shared * layout.block_tokens)
-
-    def victims(self, now_s: float, count: int, free: Collection[int]) -> list[int]:
-        """Up to ``count`` blocks of ``free`` to evict, in that order.
-
-        First those of no chain any more and old states; then chains, last those that a waiting request goes
-        on from; then, in the order given, what requests under way have left: their sessions' newest states.
-        """
-        layout, prefill, awaited = self.chains.layout, self.cost.t_prefill_s, self._awaited
-
-        def rank(chain: Chain) -> tuple[bool, tuple[float, float]]:
-            return chain in awaited, chain_rank(chain, layout, self.times, now_s, prefill)
-
-        def all_of_them() -> Iterator[int]:
-            yield from (block for block in self.chains.orphans if block in free)
-            yield from (block for block in self.chains.old_states() if block in free)
-            yield from self.chains.order(sorted(self.chains, key=rank), free)
-            yield from free
-
-        chosen: dict[int, None] = {}
-        for block in all_of_them() if count > 0 else ():
-            chosen[block] = None
-            if len(chosen) == count:
-                break
-        return list(chosen)
+    # Prices.
 
     def eviction_price(
         self,

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vamp_runtime.policy.decide import (
-    Action,
-    Bound,
-    Decision,
-    PaperPrices,
-    Situation,
-    decide,
-    decide_by,
-    describe,
-)
+from vamp_runtime.policy.decide import Action, Bound, Decision, decide, decide_by, describe
+from vamp_runtime.policy.paper_prices import PaperPrices
 from vamp_runtime.policy.parameters import CostParameters
+from vamp_runtime.policy.situation import Situation
 
 # Powers of two, so that sums and ties are exact: t_overhead = 0.5 s, one shard over the horizon = 1/32 s.
 P = CostParameters(

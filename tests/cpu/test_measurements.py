@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from vamp_runtime.policy.chains import Layout, Part
-from vamp_runtime.policy.decide import Action, Situation, decide_by
+from vamp_runtime.policy.decide import Action, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters
 from vamp_runtime.policy.measured_prices import MeasuredPrices
 from vamp_runtime.policy.measurements import RELEASED_S, Measurements
@@ -16,6 +16,7 @@ from vamp_runtime.policy.parameters import CostParameters
 from vamp_runtime.policy.read_seconds import Link
 from vamp_runtime.policy.reads import LevelReads
 from vamp_runtime.policy.reuse import ReuseTimes
+from vamp_runtime.policy.situation import Situation
 
 LAYOUT = Layout(block_tokens=544, attention=frozenset({0}), state=frozenset({1}))
 PARAMETERS = MeasuredParameters(
@@ -132,7 +133,7 @@ def test_orphans_go_first_and_then_the_chain_used_last() -> None:
         now, hashes(3)[:80], {number: part for number, part in blocks(3).items() if part.end <= 40_000}
     )
     free = range(2000)
-    victims = measurements.victims(now, 200, free)
+    victims = measurements.eviction.victims(now, 200, free)
     orphans = [block for block in blocks(3) if not measurements.chains.owned(block)]
     assert set(victims[: len(orphans)]) == set(orphans) and len(orphans) > 20
     assert len(set(victims)) == 200
@@ -213,20 +214,11 @@ SITUATION = Situation(
 def action(
     measurements: Measurements, now: float, situation: Situation = SITUATION, copied: bool = False
 ) -> Action:
-    victims = measurements.victims(now, situation.needed_blocks, range(2000))
+    victims = measurements.eviction.victims(now, situation.needed_blocks, range(2000))
     if copied:
         situation = replace(situation, copied=(True,) * len(victims))
-    prices = MeasuredPrices(
-        measurements,
-        now,
-        1288,
-        situation.level,
-        situation.needed_blocks,
-        100,
-        situation.waiting,
-        victims,
-        (lambda block: True) if copied else None,
-    )
+    on_host = (lambda block: True) if copied else None
+    prices = MeasuredPrices(measurements, now, 1288, situation, victims, on_host)
     return decide_by(situation, prices, COST).action
 
 
@@ -281,10 +273,10 @@ def test_long_answers_pay_for_levels_when_nobody_asks_any_more() -> None:
 def test_what_is_there_of_a_prompt() -> None:
     measurements = make()
     measurements.chains.rest(0.0, hashes(0), blocks(0))
-    assert measurements.wait([[*hashes(0), (0, 99)]]) == [99 * 544]
-    assert measurements.wait([hashes(1)]) == [0]
+    assert measurements.eviction.wait([[*hashes(0), (0, 99)]]) == [99 * 544]
+    assert measurements.eviction.wait([hashes(1)]) == [0]
     measurements.lost(0)
-    assert measurements.wait([hashes(0)]) == [0]
+    assert measurements.eviction.wait([hashes(0)]) == [0]
 
 
 def test_the_horizon_follows_the_pressure() -> None:

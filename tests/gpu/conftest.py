@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.small_model import write_small
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of Qwen3-Next whose experts are 1.5 MiB: four of them make three granules."""
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
-
-    shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "small", shape=shape)
+    """``support.small_model``, written once."""
+    return write_small(tmp_path_factory.mktemp("model"))

@@ -42,11 +42,10 @@ def check_slabs(moves: int) -> None:
 def check_engine(kernel: str, **options: Any) -> None:
     """Greedy tokens of one engine, first without moves, then with one in every step."""
     from support.scenarios import MIB, Rig, prompts
-    from vamp_integration.tiny_model import TinyShape, write_checkpoint
+    from support.small_model import write_small
 
     with tempfile.TemporaryDirectory() as folder:
-        shape = TinyShape(experts=64, top_k=8, hidden=1024, intermediate=256)
-        model = write_checkpoint(Path(folder) / "small", shape=shape)
+        model = write_small(Path(folder))
         vamp = {"max_offload_ratio": 0.5, "moe_kernel": kernel}
         options = {"kv_cache_memory_bytes": KV_MIB * MIB, "enable_prefix_caching": False, **options}
         rig = Rig(str(model), vamp=vamp, **options)

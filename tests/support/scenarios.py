@@ -237,7 +237,7 @@ def reselecting(
     arbiter, boundary, hits = rig.scheduler.arbiter, rig.worker._boundary, rig.worker._memory.hits
     # Counts first, so that what leaves is what the first domain uses least.
     results = _one_by_one(rig, **work)
-    arbiter.want(arbiter.controller.max_level)
+    arbiter.levels.want(arbiter.controller.max_level)
     rig.generate(prompts(9, 1, 32), 16)
     rig.settle()
     rig.check()
@@ -331,7 +331,7 @@ def _proven(folder: Path, work: dict[str, int], options: dict[str, Any]) -> dict
     report = rig.report()
     arbiter, shrinker = rig.scheduler.arbiter, rig.scheduler.shrinker
     shrinker.settings = dataclasses.replace(shrinker.settings, exercise_steps=0, restore=False)
-    arbiter.want(arbiter.controller.max_level)
+    arbiter.levels.want(arbiter.controller.max_level)
     _one_by_one(rig, **briefly)
     with _spoilt(rig, _offloaded(rig, range(rig.worker._boundary.slab.geometry.layers))):
         spoilt = _one_by_one(rig, **briefly)
@@ -368,8 +368,8 @@ def corrupted(
     (prompt,) = prompts(seed, count, length)
     rig.generate([prompt], 2)
     arbiter = rig.scheduler.arbiter
-    arbiter.want(arbiter.controller.max_level)
-    rig.generate([prompt], 24, lambda _: arbiter.draw(arbiter.controller.reserve_blocks) and None)
+    arbiter.levels.want(arbiter.controller.max_level)
+    rig.generate([prompt], 24, lambda _: arbiter.levels.draw(arbiter.controller.reserve_blocks) and None)
     sound = rig.generate([prompt], max_tokens)
     level = rig.worker._boundary.slab.level
     with _spoilt(rig, [_most_used_offloaded(rig)]):
@@ -444,9 +444,9 @@ def faulty(
         return outcome
 
     boundary.run = run_with_fault
-    import vamp_integration.arbiter as arbiter_module
+    from vamp_integration import levels
 
-    arbiter_module.RETRY_S = 0.0
+    levels.RETRY_S = 0.0
     results = []
     for prompt in prompts(seed, count, length):
         results += rig.generate([prompt], max_tokens)
@@ -708,7 +708,7 @@ def two_ranks(model: str, fault: str) -> Any:
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from vamp_integration import arbiter, memory_driver, worker
+    from vamp_integration import levels, memory_driver, worker
     from vamp_runtime.errors import StateLost
 
     # Forked ranks have what is replaced here; the CPU platform would spawn them.
@@ -721,7 +721,7 @@ def two_ranks(model: str, fault: str) -> Any:
     }
     if fault == "unmodified":
         return {"results": oracle(model, [work], **options)["works"][0]}
-    arbiter.RETRY_S = 0.0
+    levels.RETRY_S = 0.0
     if fault == "driver and memory":
         host = memory_driver.HostDriver
         memory_driver.HostDriver = lambda **kwargs: _FlakyOnRankOne(host(**kwargs))  # type: ignore[misc, assignment]
@@ -769,7 +769,7 @@ def two_ranks_swap(model: str, routing: str, vamp: dict[str, Any] | None, **work
     )
     results = _one_by_one(rig, **work)
     if vamp is not None:
-        rig.scheduler.arbiter.want(rig.scheduler.arbiter.controller.max_level)
+        rig.scheduler.arbiter.levels.want(rig.scheduler.arbiter.controller.max_level)
     rig.engine.collective_rpc("set_routing_domain", args=(1,))
     results += _one_by_one(rig, **work)
     return {"results": results, **(rig.report() if vamp is not None else {})}
@@ -853,7 +853,7 @@ def host_copies(
     for _ in range(turns):
         for session in prompts(seed, count, length):
             if grow and controller.level == 0 and not controller.moving:
-                rig.scheduler.arbiter.want(1)
+                rig.scheduler.arbiter.levels.want(1)
             results += rig.generate([session], 4)
             if controller.level and not controller.moving and rig.scheduler.arbiter.pool.cordon_limit is None:
                 restored += shrinker.restore(1)

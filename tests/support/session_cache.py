@@ -147,7 +147,7 @@ class SessionCache:
         full = [block for block in self.free if block in self.holds]
         if not self.hold:
             return full[:count]
-        return self.measurements.victims(now_s, count, self.free)
+        return self.measurements.eviction.victims(now_s, count, self.free)
 
     def _grow(self, now_s: float, wanted: int) -> None:
         """Under pressure, go to the level that is worth its price."""

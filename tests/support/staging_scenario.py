@@ -105,8 +105,8 @@ def _rise(rig: Rig, prompt: list[int]) -> None:
     arbiter = rig.scheduler.arbiter
     controller = arbiter.controller
     for _ in range(8):
-        arbiter.want(controller.max_level)
-        rig.generate([prompt], 24, lambda _: arbiter.draw(controller.reserve_blocks) and None)
+        arbiter.levels.want(controller.max_level)
+        rig.generate([prompt], 24, lambda _: arbiter.levels.draw(controller.reserve_blocks) and None)
         rig.settle()
         if controller.level == controller.max_level:
             return

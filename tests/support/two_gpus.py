@@ -84,7 +84,7 @@ def ranks(
     model: str, work: dict[str, int], vamp: dict[str, Any], kv_mib: int, fault: str = "", **options: Any
 ) -> Any:
     """Prompts one by one on two GPUs; ``fault`` is "", "refused" or "lost", on rank 1 alone."""
-    from vamp_integration import arbiter
+    from vamp_integration import levels as levels_module
 
     rig = Rig(
         model,
@@ -97,7 +97,7 @@ def ranks(
     )
     rig.engine.collective_rpc("seal_experts")
     if fault == "refused":
-        arbiter.RETRY_S = 0.0
+        levels_module.RETRY_S = 0.0
         rig.engine.collective_rpc("refuse_calls", args=(61,))
     if fault == "lost":
         rig.engine.collective_rpc("lose_state", args=(5,))

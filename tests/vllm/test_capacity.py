@@ -63,9 +63,9 @@ def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
     arbiter = Arbiter(pool, costs, 16, lambda blocks: None, 0.03)
     arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))
-    arbiter.want(1)
+    arbiter.levels.want(1)
     arbiter.command()
     arbiter.settle(Report(outcome=Outcome(1, True, 1, 12, 1, 0, 0.001, "")))
     shrinker = Shrinker(arbiter, settings)
-    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.levels.last_growth_at + 1e3)
     assert decide_restore(situation, costs.parameters, costs.restore).levels == 1

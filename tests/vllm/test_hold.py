@@ -34,23 +34,24 @@ def test_a_hold_ends_with_the_step_and_its_levels_are_asked_for() -> None:
     pool.get_new_blocks(6)
     request: Any = SimpleNamespace(num_computed_tokens=20)
 
-    arbiter.begin_step()
+    arbiter.levels.begin_step()
     assert arbiter.weigh(3, [], 0, request, running=True) > pool.num_gpu_blocks, "not this step"
     assert arbiter.holding
     command = arbiter.command()
     assert command is not None and command.move is not None and command.move.kind is MoveKind.OFFLOAD
     assert not arbiter.holding
 
-    arbiter.begin_step()
+    arbiter.levels.begin_step()
     assert arbiter.weigh(1, [], 0, request, running=True) == 1 and not arbiter.holding
 
 
 def test_moves_beside_steps_may_take_longer() -> None:
     from vllm.v1.core.block_pool import BlockPool
 
-    from vamp_integration.arbiter import BESIDE_STEPS_S, Arbiter
+    from vamp_integration.arbiter import Arbiter
     from vamp_integration.commands import Report
     from vamp_integration.costs import engine_costs
+    from vamp_integration.levels import BESIDE_STEPS_S
     from vamp_integration.pool import VampBlockPool
     from vamp_integration.settings import VampSettings
     from vamp_integration.tiny_model import TinyShape
@@ -63,8 +64,8 @@ def test_moves_beside_steps_may_take_longer() -> None:
         blocks = tuple(range(8, 29, 4))
         capacity = Capacity(blocks, experts=32, group=2, level_bytes=1, beside_steps=beside)
         arbiter.settle(Report(capacity=capacity))
-        assert arbiter.max_move_s == (BESIDE_STEPS_S if beside else 0.03)
-        arbiter.want(1)
+        assert arbiter.levels.max_move_s == (BESIDE_STEPS_S if beside else 0.03)
+        arbiter.levels.want(1)
         first = arbiter.command()
         assert first is not None and first.move is not None and first.move.levels == 1, "none is known yet"
         # Beside steps, what a move waited for says nothing about how long more levels would take.
@@ -72,7 +73,7 @@ def test_moves_beside_steps_may_take_longer() -> None:
             first.move.epoch, True, 1, 12, 1, 0, 0.4 if beside else 0.04, "", pages_seconds=0.04
         )
         arbiter.settle(Report(outcome=outcome))
-        arbiter.want(4)
+        arbiter.levels.want(4)
         second = arbiter.command()
         assert second is not None and second.move is not None
         assert second.move.levels == min(levels, 4), "as many as the time of the first allows"

@@ -274,10 +274,10 @@ def with_arbiter(bench: Bench, levels: Sequence[int], level: int = 0) -> Arbiter
     arbiter.settle(Report(capacity=Capacity(tuple(levels), experts=32, group=2, level_bytes=1)))
     arbiter.host_kv = bench.connector
     for step in range(1, level + 1):
-        arbiter.want(1)
+        arbiter.levels.want(1)
         arbiter.command()
         arbiter.settle(Report(outcome=Outcome(step, True, step, levels[step], 1, 0, 0.001, "")))
-    arbiter.draw(levels[level])
+    arbiter.levels.draw(levels[level])
     return arbiter
 
 
@@ -382,10 +382,10 @@ def test_a_restore_takes_copied_blocks_for_what_their_load_costs() -> None:
     arbiter = with_arbiter(bench, (8, 12), level=1)
     assert min(block.block_id for block in bench.serve(range(48), 3)) >= 8, "grown blocks go first"
     shrinker = Shrinker(arbiter, SETTINGS)
-    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.levels.last_growth_at + 1e3)
     assert situation.cached_blocks == situation.copied_blocks == 3
     bench.connector.reset_cache()
-    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.last_growth_at + 1e3)
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.levels.last_growth_at + 1e3)
     assert (situation.cached_blocks, situation.copied_blocks) == (3, 0)
 
 
@@ -410,8 +410,8 @@ def test_a_spill_does_without_the_tail_that_is_about_to_go_back() -> None:
 def test_levels_that_are_all_worth_giving_back_go_together(most: int) -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
-    arbiter.max_move_s, arbiter._level_s = 1.0, 1.0 / (most + 0.5)
-    arbiter.last_growth_at -= 1e3
+    arbiter.levels.max_move_s, arbiter.levels.level_s = 1.0, 1.0 / (most + 0.5)
+    arbiter.levels.last_growth_at -= 1e3
     asked: list[int] = []
 
     def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
@@ -429,8 +429,8 @@ def test_levels_that_are_all_worth_giving_back_go_together(most: int) -> None:
 def test_one_level_goes_back_where_several_should_not() -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12, 16, 20), level=3)
-    arbiter.max_move_s, arbiter._level_s = 1.0, 0.1
-    arbiter.last_growth_at -= 1e3
+    arbiter.levels.max_move_s, arbiter.levels.level_s = 1.0, 0.1
+    arbiter.levels.last_growth_at -= 1e3
 
     def decide_restore(situation: Any, level: int, levels: int, cached: Any) -> RestoreDecision:
         return RestoreDecision(int(levels == 1), 1.0, 0.0, None)
@@ -443,7 +443,7 @@ def test_one_level_goes_back_where_several_should_not() -> None:
 def test_a_cordon_that_was_given_up_is_not_tried_again_at_once() -> None:
     bench = Bench(blocks=8)
     arbiter = with_arbiter(bench, (8, 12), level=1)
-    arbiter.last_growth_at -= 1e3
+    arbiter.levels.last_growth_at -= 1e3
     shrinker = Shrinker(arbiter, VampSettings(policy=EAGER, max_cordon_s=1e-9))
     blocks = bench.pool.get_new_blocks(11)
     assert shrinker.restore(1)
@@ -500,7 +500,7 @@ def test_levels_go_back_while_requests_wait_only_where_the_queue_is_a_choice(cop
     bench = Bench(blocks=8)
     arbiter = measured(with_arbiter(bench, (8, 12), level=1))
     arbiter.host_kv = bench.connector if copies else None
-    arbiter.last_growth_at -= 1e3
+    arbiter.levels.last_growth_at -= 1e3
     added = [0.0, 1.0]
     reads = ReadSeconds(step=added, step_decode=added, decode=added, prefill=added, token=[0.0, 0.0])
     assert arbiter.measured is not None

@@ -91,8 +91,8 @@ def test_the_chain_that_is_worth_least_goes_first_whatever_was_used_last() -> No
     assert arbiter.journal.decisions[Action.EVICT.value] == 1
     taken = {block.block_id for block in arbiter.pool.get_new_blocks(4)}
     assert taken <= {block.block_id for block in broken_held}
-    assert measured.measurements.wait([kept.block_hashes]) == [5 * BLOCK]
-    assert measured.measurements.wait([broken.block_hashes]) == [0]
+    assert measured.measurements.eviction.wait([kept.block_hashes]) == [5 * BLOCK]
+    assert measured.measurements.eviction.wait([broken.block_hashes]) == [0]
     measured.measurements.chains.check_integrity()
     arbiter.pool.free_blocks(filler)
 
@@ -175,10 +175,10 @@ def test_levels_are_asked_for_a_little_ahead(
     top = len(blocks_at) - 1
     monkeypatch.setattr(measured, "aim", lambda level, at: top - level)
     asked: list[int] = []
-    monkeypatch.setattr(arbiter, "want", asked.append)
+    monkeypatch.setattr(arbiter.levels, "want", asked.append)
     arbiter._aim(measured)
     assert asked == [wanted]
-    arbiter._wanted_levels = wanted
+    arbiter.levels.wanted = wanted
     arbiter._aim(measured)
     assert asked == [wanted]
 

@@ -70,7 +70,8 @@ class Desk:
         self.controller = CapacityController(10)
         self.controller.announce(Capacity((13, 17, 21), 32, 1, layers << 20, layers))
         self.pool = SimpleNamespace(cordon_limit=None)
-        arbiter = SimpleNamespace(controller=self.controller, pool=self.pool, swap_s=0.030, max_move_s=0.030)
+        levels = SimpleNamespace(swap_s=0.030, max_move_s=0.030)
+        arbiter = SimpleNamespace(controller=self.controller, pool=self.pool, levels=levels)
         self.arbiter = arbiter
         self.reselector = reselect.Reselector(arbiter, rate)  # type: ignore[arg-type]
         self.controller.request_offload(2)
@@ -101,7 +102,7 @@ def test_swaps_wait_for_the_budget_and_begin_with_one(monkeypatch: pytest.Monkey
     desk = Desk(monkeypatch, rate=2.0)
     desk.reselector.offer(offers())
     assert desk.step(0.4) == [] and desk.step(0.2) == [3]
-    desk.arbiter.swap_s = 0.001
+    desk.arbiter.levels.swap_s = 0.001
     assert desk.step(0.5) == [] and desk.step(0.5) == [2, 1] and desk.step(0.1) == []
     assert desk.step(9.0) == [0] and desk.step(9.0) == []
 
