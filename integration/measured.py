@@ -28,7 +28,7 @@ from vamp_integration.settings import VampSettings
 from vamp_runtime.controller import Capacity
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.policy.chains import Layout, Part
-from vamp_runtime.policy.decide import Decision, decide_by
+from vamp_runtime.policy.decide import Action, Decision, decide_by
 from vamp_runtime.policy.measured import MeasuredParameters, Waiting, admission_order
 from vamp_runtime.policy.measured_prices import MeasuredPrices
 from vamp_runtime.policy.measurements import Measurements
@@ -46,6 +46,9 @@ MOST_ORDERED = 64
 # of 544, two in blocks of 16.
 MOST_LOOKUPS = 1 << 15
 AIM_EVERY_S = 0.25
+# Seconds for which an answer holds: that a request has to queue while all is as it was, and which blocks host
+# memory has. Both are asked for in every step, and take milliseconds.
+AGAIN_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,21 @@ class FreeBlocks(Collection[int]):
         return sum(1 for _ in self)
 
 
+def no_better(now: Situation, before: Situation) -> bool:
+    """Whether a request that had to queue finds all as it was, but for cached blocks others have taken."""
+    if now.needed_blocks != before.needed_blocks or now.evictable_blocks > before.evictable_blocks:
+        return False
+    alike = replace(
+        now,
+        evictable_blocks=before.evictable_blocks,
+        evictable_tokens=before.evictable_tokens,
+        evictable_age_s=before.evictable_age_s,
+        r_hit=before.r_hit,
+        copied=before.copied,
+    )
+    return alike == before
+
+
 class Measured:
     """One engine's measurements.
 
@@ -183,6 +201,9 @@ class Measured:
         self._there: dict[str, int] = {}  # waiting requests' tokens that are cached, at the last look
         self._lookups_left = 0
         self._ordered_at = self._aimed_at = -math.inf
+        self._queued: tuple[float, Situation, Decision] | None = None
+        self._copies: dict[Hashable, bool] = {}
+        self._copies_at = -math.inf
 
     def announce(self, capacity: Capacity) -> None:
         """What the experts can give, once the ranks have said it."""
@@ -248,9 +269,15 @@ class Measured:
         """The cheapest action; blocks to evict are put where the pool takes them next, after ``clean``."""
         now = time.monotonic()
         self.measurements.pressed(now)
+        queued = self._queued
+        if queued is not None and now - queued[0] < AGAIN_S and no_better(situation, queued[1]):
+            return queued[2]
         wanted = min(situation.needed_blocks, situation.evictable_blocks)
         # All free blocks without content are among ``clean``.
         victims = self.measurements.eviction.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
+        if now - self._copies_at > AGAIN_S:
+            self._copies_at = now
+            self._copies.clear()
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
         on_host = self._on_host if any(situation.copied) else None
         capacity = self.pool.num_gpu_blocks
@@ -259,10 +286,15 @@ class Measured:
         chosen = [self.pool.blocks[block_id] for block_id in victims[: decision.evict_blocks]]
         if chosen:
             self.pool.put_first([*clean, *chosen])
+        self._queued = (now, situation, decision) if decision.action is Action.QUEUE else None
         return decision
 
     def _on_host(self, block_id: int) -> bool:
-        return self._host_holds(self.pool.blocks[block_id])
+        block = self.pool.blocks[block_id]
+        content = block.block_hash
+        if content not in self._copies:
+            self._copies[content] = self._host_holds(block)
+        return self._copies[content]
 
     def aim(self, level: int, blocks_at: Sequence[int]) -> int:
         """Levels worth asking for beyond ``level``, at most up to that of the last of ``blocks_at``."""

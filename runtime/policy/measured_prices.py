@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vamp_runtime.policy.measurements import Measurements
 from vamp_runtime.policy.situation import Situation
@@ -25,12 +25,13 @@ class MeasuredPrices:
     s: Situation
     victims: Sequence[int]
     on_host: Callable[[int], bool] | None = None
+    _known: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def evict(self, blocks: int) -> float:
         return self._evict(blocks)
 
     def spill(self, blocks: int) -> float:
-        return self._evict(blocks, self.on_host)
+        return self._evict(blocks, copies=True)
 
     def offload(self, levels: int) -> float:
         return self.measurements.offload_price(self.now_s, self.capacity, self.s.level, self.s.level + levels)
@@ -44,6 +45,12 @@ class MeasuredPrices:
     def preempt(self) -> float:
         return self.measurements.preempt_price(self.s.needed_blocks, self.s.partial_tokens)
 
-    def _evict(self, blocks: int, on_host: Callable[[int], bool] | None = None) -> float:
-        victims, level = set(self.victims[:blocks]), self.s.level
-        return self.measurements.eviction_price(self.now_s, victims, self.capacity, level, on_host)
+    def _evict(self, blocks: int, copies: bool = False) -> float:
+        """Several actions evict the same blocks."""
+        key = blocks, copies and self.on_host is not None
+        if key not in self._known:
+            victims, on_host = set(self.victims[:blocks]), self.on_host if copies else None
+            self._known[key] = self.measurements.eviction_price(
+                self.now_s, victims, self.capacity, self.s.level, on_host
+            )
+        return self._known[key]

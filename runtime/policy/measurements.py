@@ -27,6 +27,8 @@ from vamp_runtime.policy.reuse import HitCurve, ReuseDistances, ReuseTimes
 MOST_CHAINS = 1024
 # Curves are made anew after this many seconds; decisions come faster than they change.
 ANEW_EVERY_S = 0.25
+# What reads cost changes slowly, and takes milliseconds to work out for every level.
+READS_ANEW_S = 1.0
 # Requests under way hold blocks that no chain has yet: the most at so many lookups have to fit too.
 BESIDE_LOOKUPS = 16
 # Lookups that missed something after which what they loaded counts half.
@@ -262,7 +264,7 @@ class Measurements:
 
     def _reading(self, now_s: float, capacity: int) -> ReadSeconds:
         assert self._reads is not None and self._link is not None
-        if self._read_s is None or now_s - self._read_s[0] > ANEW_EVERY_S:
+        if self._read_s is None or now_s - self._read_s[0] > READS_ANEW_S:
             self._read_s = now_s, read_seconds(self._reads, self._link, self.curve(now_s), capacity)
         return self._read_s[1]
 

@@ -47,6 +47,7 @@ class LevelReads:
         self._step_s, self._step_weight = 0.0, 0.0
         self._last_at: float | None = None
         self._lookups = 0.0
+        self._factors: list[float] | None = None
 
     def looked_up(self) -> None:
         """A request is admitted."""
@@ -66,12 +67,14 @@ class LevelReads:
         size = tokens.bit_length()
         self._sizes[size] = self._sizes.get(size, 0.0) + 1
         self._lookups *= decay
+        self._factors = None
 
     def counted(self, reads: Sequence[float], steps: int) -> None:
         """Take over counts: by level, experts that each of ``steps`` steps read on average."""
         assert len(reads) == len(self._counted) and steps > 0
         total = (DECAY * before + now * steps for before, now in zip(self._counted, reads, strict=True))
         self._counted, self._counted_steps = list(total), DECAY * self._counted_steps + steps
+        self._factors = None
 
     @property
     def steps_per_s(self) -> float:
@@ -126,9 +129,11 @@ class LevelReads:
         bandwidth: float,
         hidden: Callable[[float], float],
     ) -> list[float]:
+        if self._factors is None:
+            self._factors = self._over_prior()
         priors = [(tokens, share, prior_by_level(*self._shape, tokens)) for tokens, share in sizes]
         seconds = []
-        for most, factor, level in zip(self._most, self._over_prior(), range(len(self._most)), strict=True):
+        for most, factor, level in zip(self._most, self._factors, range(len(self._most)), strict=True):
             reads = [(tokens, share, min(factor * prior[level], most)) for tokens, share, prior in priors]
             added = (share * layer_s(read, expert_bytes, bandwidth, hidden(n)) for n, share, read in reads)
             seconds.append(sum(added))

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 # Upper edges of the age bins, in seconds: half an octave each, up to three hours; beyond is the last bin.
 EDGES = tuple(0.25 * 2 ** (step / 2) for step in range(32))
+# Half of a bin's width, as a share of its edge.
+LEAST_LEFT = (1 - math.sqrt(0.5)) / 2
 
 
 class ReuseTimes:
@@ -33,6 +35,7 @@ class ReuseTimes:
         self._decay = 0.5 ** (1 / half_life)
         self._hits = [0.0] * len(EDGES)
         self._ends = [0.0] * len(EDGES)
+        self._sums: list[tuple[float, float, float]] | None = None
 
     def reused(self, age_s: float) -> None:
         """A prefix was asked for ``age_s`` seconds after its last use, whether it was still there or not."""
@@ -60,20 +63,29 @@ class ReuseTimes:
 
     def _beyond(self, age_s: float) -> tuple[float, float, float]:
         """Hits and ends at ``age_s`` or later, and the seconds from there to all of them."""
+        if self._sums is None:
+            self._sums = self._sums_from()
         first = _bin(age_s)
-        hits = ends = seconds = 0.0
-        for index in range(first, len(EDGES)):
-            hit, end = self._hits[index], self._ends[index]
-            hits, ends = hits + hit, ends + end
-            # The bin of age_s itself holds events up to its edge: half of its width is left at least.
-            left = max(EDGES[index] - age_s, EDGES[index] * (1 - math.sqrt(0.5)) / 2)
-            seconds += (hit + end) * left
-        return hits, ends, seconds
+        hits, ends, _ = self._sums[first]
+        later_hits, later_ends, later_edges = self._sums[first + 1]
+        # The bin of age_s itself holds events up to its edge: half of its width is left at least.
+        left = max(EDGES[first] - age_s, LEAST_LEFT * EDGES[first])
+        own = (hits - later_hits + ends - later_ends) * left
+        return hits, ends, own + max(0.0, later_edges - (later_hits + later_ends) * age_s)
+
+    def _sums_from(self) -> list[tuple[float, float, float]]:
+        """From each bin on: hits, ends, and the edges of both summed. Every victim's rank asks for them."""
+        sums = [(0.0, 0.0, 0.0)]
+        for hit, end, edge in zip(self._hits[::-1], self._ends[::-1], EDGES[::-1], strict=True):
+            hits, ends, edges = sums[-1]
+            sums.append((hits + hit, ends + end, edges + (hit + end) * edge))
+        return sums[::-1]
 
     def _count(self, bins: list[float], age_s: float) -> None:
         for counts in (self._hits, self._ends):
             counts[:] = [self._decay * count for count in counts]
         bins[_bin(age_s)] += 1
+        self._sums = None
 
 
 def _bin(age_s: float) -> int:

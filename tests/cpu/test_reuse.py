@@ -106,3 +106,26 @@ def test_the_hull_is_concave_and_never_below(samples: list[tuple[int, int]], at:
     share = (middle - low) / (high - low) if high > low else 0
     straight = curve.held(low) + share * (curve.held(high) - curve.held(low))
     assert curve.held(middle) >= straight - slack
+
+
+AGES = st.floats(min_value=0, max_value=2 * EDGES[-1])
+
+
+@given(st.lists(st.tuples(st.booleans(), AGES), max_size=40), AGES)
+def test_sums_kept_are_those_of_all_events(events: list[tuple[bool, float]], age: float) -> None:
+    """Hits, ends and seconds beyond an age, against every event's bin one by one."""
+    reuse = times()
+    counts = [[0.0] * len(EDGES), [0.0] * len(EDGES)]
+    for hit, at in events:
+        (reuse.reused if hit else reuse.ended)(at)
+        counts = [[0.5 ** (1 / 200) * count for count in bins] for bins in counts]
+        counts[not hit][next((i for i, edge in enumerate(EDGES) if at <= edge), len(EDGES) - 1)] += 1
+    first = next((i for i, edge in enumerate(EDGES) if age <= edge), len(EDGES) - 1)
+    hits, ends = (sum(bins[first:]) for bins in counts)
+    seconds = sum(
+        (counts[0][i] + counts[1][i]) * max(EDGES[i] - age, EDGES[i] * (1 - 0.5**0.5) / 2)
+        for i in range(first, len(EDGES))
+    )
+    prior = 4 * 0.5
+    assert reuse.chance(age) == pytest.approx((hits + prior / (1 + age / 40)) / (hits + ends + 4))
+    assert reuse.density(age) == pytest.approx((hits + prior) / (seconds + 4 * (40 + age)))

@@ -183,6 +183,36 @@ def test_levels_are_asked_for_a_little_ahead(
     assert asked == [wanted]
 
 
+def test_who_has_to_queue_is_not_priced_anew_while_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for as long as others only take blocks; a block given back, or some time, and it is."""
+    from vamp_integration import measured as module
+
+    arbiter, asked = make(blocks=32), []
+    request, held = prompt(arbiter, 1, 5)
+    finish(arbiter, request, held)
+
+    def queue(situation: Any, prices: Any, parameters: Any) -> Any:
+        asked.append(situation)
+        return module.Decision(Action.QUEUE, 0, 0, 0, 0.1, (), None)
+
+    monkeypatch.setattr(module, "decide_by", queue)
+    others = arbiter.pool.get_new_blocks(31 - 6 - 4)
+    waits: Any = SimpleNamespace(num_computed_tokens=0)
+
+    def weigh(count: int) -> int:
+        arbiter.weigh(count, [], 0, waits, running=False)
+        return len(asked)
+
+    assert [weigh(8), weigh(8)] == [1, 1]
+    arbiter.pool.free_blocks(others[:1])
+    assert [weigh(8), weigh(8)] == [2, 2]
+    assert weigh(9) == 3
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    assert weigh(9) == 4
+
+
 def test_another_kind_of_cache_is_refused() -> None:
     from vamp_integration.measured import cache_layout
 
