@@ -14,9 +14,10 @@ LEAST_READ_S = 0.01
 # A long prompt leaves room for so many prompts in all.
 MOST_TOGETHER = 8
 # Requests are held until they have waited together for so many times as long as their prefill would stop
-# those who decode. Were arrivals independent, 1 would keep the sum of both delays least; but sessions answer
-# what they were told, so that who finishes decoding meanwhile is not stopped, and comes with the next pass.
-PATIENCE = 8.0
+# those who decode, times the number of these. Were arrivals independent, as long as it stops them would keep
+# the sum of both delays least; but sessions answer what they were told, so that who finishes decoding
+# meanwhile is not stopped, and comes with the next pass: the more decode, the more of them do.
+PATIENCE = 2.0
 
 
 def longest_prompt(budget: int, lengths: Sequence[int], block_tokens: int) -> int:
@@ -73,7 +74,7 @@ class PrefillPace:
         """
         if not waiting or not self.paces(read_s):
             return False
-        held = self.since(now_s) < read_s / self.share and waited_s < PATIENCE * decoding * read_s
+        held = self.since(now_s) < read_s / self.share and waited_s < PATIENCE * decoding**2 * read_s
         self.held_steps += held
         return held
 

@@ -22,7 +22,7 @@ def test_who_has_waited_for_long_is_not_held() -> None:
     """Long: as the prefill would stop those who decode, several times over."""
     pace = PrefillPace(0.1)
     pace.prefilled(10.0)
-    bound = PATIENCE * 4 * 0.3
+    bound = PATIENCE * 4**2 * 0.3
     assert pace.hold(10.1, 0.3, waiting=3, waited_s=0.99 * bound, decoding=4)
     assert not pace.hold(10.1, 0.3, waiting=3, waited_s=bound, decoding=4)
     assert not pace.hold(10.1, 0.3, waiting=1, waited_s=0.0, decoding=0), "nobody would be stopped"

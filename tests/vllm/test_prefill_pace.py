@@ -154,9 +154,9 @@ def test_what_is_cached_of_a_waiting_prompt_needs_no_room() -> None:
 
 
 def test_who_waits_for_long_is_let_in() -> None:
-    """Together as long as the reads would stop who decodes, ``PATIENCE`` times over."""
+    """Together as long as the reads stop who decodes, times their number, ``PATIENCE`` times over."""
     paced, scheduler = paced_prefills(share=0.01), scheduler_of(begun=False, waiting=2)
-    bound = PATIENCE * paced.read_s * 2 / 2
+    bound = PATIENCE * paced.read_s * 2**2 / 2
     paced.pace.prefilled(time.monotonic() - 2 * bound)
     assert paced.hold(scheduler)
     for request in scheduler.waiting:
