@@ -72,10 +72,8 @@ class KVRegion:
         """Record that the scheduler's pool now holds the ids below ``blocks``."""
         assert 0 <= blocks <= self.blocks, f"{blocks} blocks claimed of {self.blocks}"
         before, after = (self.geometry.pages_for_blocks(n) for n in (self.claimed, blocks))
-        for page in self._pages[before:after]:
-            self._ledger.move(page, RESERVE, KV)
-        for page in self._pages[after:before]:
-            self._ledger.move(page, KV, RESERVE)
+        self._ledger.move_all(self._pages[before:after], RESERVE, KV)
+        self._ledger.move_all(self._pages[after:before], KV, RESERVE)
         self.claimed = blocks
 
     def push(self, tx: Transaction, handles: Sequence[int]) -> None:
@@ -205,12 +203,10 @@ class KVRegion:
         self._append(handles)
 
     def _append(self, handles: Sequence[int]) -> None:
-        for handle in handles:
-            self._ledger.move(handle, FREE, RESERVE)
+        self._ledger.move_all(handles, FREE, RESERVE)
         self._pages += handles
 
     def _drop(self, n: int) -> None:
         last = self.pages - n
-        for handle in self._pages[last:]:
-            self._ledger.move(handle, RESERVE, FREE)
+        self._ledger.move_all(self._pages[last:], RESERVE, FREE)
         del self._pages[last:]

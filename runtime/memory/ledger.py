@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vamp_runtime.errors import IntegrityError
@@ -57,9 +58,23 @@ class PageLedger:
 
     def move(self, handle: int, old: Owner, new: Owner) -> None:
         """Hand a page from ``old`` to ``new``, behind the pages that ``new`` has."""
-        assert self._owner[handle] == old, f"page {handle} belongs to {self._owner[handle]}, not {old}"
-        self._take(handle, old)
-        self._give(handle, new)
+        self.move_all((handle,), old, new)
+
+    def move_all(self, handles: Sequence[int], old: Owner, new: Owner) -> None:
+        """The same for several pages, in their order; all or none. A step may wait for hundreds of them."""
+        wrong = next((page for page in handles if self._owner[page] != old), None)
+        assert wrong is None, f"page {wrong} belongs to {self._owner[wrong or 0]}, not {old}"
+        if not handles:
+            return
+        held = self._pages[old]
+        for page in handles:
+            del held[page]
+        if not held:
+            del self._pages[old]
+        self._pages.setdefault(new, {}).update(dict.fromkeys(handles))
+        self._owner.update(dict.fromkeys(handles, new))
+        self._by_kind[old.kind] -= len(handles)
+        self._by_kind[new.kind] += len(handles)
 
     def owner(self, handle: int) -> Owner:
         return self._owner[handle]

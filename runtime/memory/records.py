@@ -291,8 +291,5 @@ class ExpertRecords:
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""
-        tx.do(partial(self._move, pages, old, new), partial(self._move, pages, new, old))
-
-    def _move(self, pages: Sequence[int], old: Owner, new: Owner) -> None:
-        for page in pages:
-            self.ledger.move(page, old, new)
+        move = self.ledger.move_all
+        tx.do(partial(move, pages, old, new), partial(move, pages, new, old))

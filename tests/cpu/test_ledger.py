@@ -131,3 +131,18 @@ class Pages(RuleBasedStateMachine):
 
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+
+
+def test_pages_change_hands_together_or_not_at_all() -> None:
+    ledger = PageLedger(4)
+    for page in range(1, 5):
+        ledger.add(page, Tier.HBM, FREE)
+    ledger.move(4, FREE, KV)
+    with pytest.raises(AssertionError, match=r"page 4 belongs to .*KV"):
+        ledger.move_all([1, 4], FREE, KV)
+    assert ledger.pages(FREE) == (1, 2, 3)
+    ledger.move_all([3, 1, 2], FREE, KV)
+    assert ledger.pages(KV) == (4, 3, 1, 2) and ledger.pages(FREE) == ()
+    ledger.move_all([], FREE, KV)
+    assert ledger.by_kind()[OwnerKind.KV] == 4
+    ledger.check_integrity()
