@@ -14,8 +14,9 @@ python bench/serve_h200.py first                              plain and vamp at 
 
 --detach lets a run outlive the command that began it; `wait --seconds N` shows how far it is, `stop` ends it
 after the step under way. Whatever a run leaves out, the same command measures when it is given again.
-Before, `prepare` cuts a trace to what a replay reaches, for machines without zstandard. --tiny tries all of
-it on a CPU with a tiny model, where times mean nothing.
+Before, `prepare` cuts a trace to what a replay reaches, for machines without zstandard; `order` writes a
+routing profile for engines whose groups hold several experts. --tiny tries all of it on a CPU with a tiny
+model, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import serve_load
+import serve_order
 import serve_record as keep
 import serve_steps
 from serve_arms import GIB, PARTS, Arm, Machine, Part, check_shared_memory, parse_arm, set_environment
@@ -78,6 +80,11 @@ def parse() -> argparse.ArgumentParser:
         other.add_argument("--out", type=Path, default=Path("out/serve"))
         if name == "wait":
             other.add_argument("--seconds", type=float, default=500.0)
+    order = commands.add_parser("order", help="write a routing profile of the simulated routing")
+    order.add_argument("out", type=Path)
+    order.add_argument("--model", default="out/qwen3-next-80b-a3b", help="folder of a config.json")
+    order.add_argument("--layers", type=int, default=24, help="layers kept; 0 for all")
+    order.add_argument("--routing", default=ROUTING)
     prepare = commands.add_parser("prepare", help="cut a trace to what is replayed, as plain JSON lines")
     prepare.add_argument("original", type=Path)
     prepare.add_argument("out", type=Path)
@@ -241,7 +248,7 @@ def run_several(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def other(arguments: argparse.Namespace) -> int:
-    """``wait``, ``stop`` and ``prepare``."""
+    """``wait``, ``stop``, ``order`` and ``prepare``."""
     if arguments.command == "wait":
         ended = keep.wait(arguments.out, arguments.seconds, lambda line: print(line, flush=True))
         return 0 if ended else STILL_RUNNING
@@ -250,6 +257,10 @@ def other(arguments: argparse.Namespace) -> int:
         if process is None:
             raise ConfigError(f"--out {arguments.out}: no detached run in it")
         os.kill(process, signal.SIGTERM)
+        return 0
+    if arguments.command == "order":
+        layers = serve_order.write(arguments.model, arguments.layers, arguments.routing, arguments.out)
+        print(f"{arguments.out}: {layers} layers; give it as --vamp-arg record_order={arguments.out}")
         return 0
     workload = serve_load.workload(arguments.workload)
     sessions, turns = serve_load.slim(arguments.original, workload, arguments.turns, arguments.out)
@@ -263,7 +274,7 @@ def main(argv: list[str]) -> int:
         parse().error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.given = argv
     try:
-        if arguments.command in ("wait", "stop", "prepare"):
+        if arguments.command in ("wait", "stop", "order", "prepare"):
             return other(arguments)
         if arguments.detach and (process := keep.detach(arguments.out)):
             print(f"process {process}, see {arguments.out}")

@@ -23,7 +23,7 @@ from vamp_integration.replay.workload import Prompts
 from vamp_runtime.errors import ConfigError
 
 BENCH = Path(__file__).parents[2] / "bench"
-MODULES = ("arms", "load", "record", "steps", "rows", "targets", "report", "h200")
+MODULES = ("arms", "load", "record", "steps", "rows", "targets", "report", "order", "h200")
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +397,24 @@ def test_plots_are_written_for_what_there_is(bench: Any, results: Path, tmp_path
     names = plot.save(bench["rows"].read(results), tmp_path / "plots")
     assert names == ["serve_peak140k.png", "serve_decode_step.png", "serve_growth.png"]
     assert all((tmp_path / "plots" / name).stat().st_size > 5000 for name in names)
+
+
+def test_the_order_of_simulated_routing_puts_alike_experts_together(bench: Any, tmp_path: Path) -> None:
+    from vamp_integration.lognormal import parse as simulation
+    from vamp_integration.record_order import read_order
+
+    (tmp_path / "config.json").write_text(
+        '{"num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 3}'
+    )
+    routing, out = "vamp_lognormal:sigma=1.06,tilt=0,seed=5", tmp_path / "order.json"
+    assert bench["order"].write(str(tmp_path), 0, routing, out) == 3
+    order = read_order(str(out), layers=3, experts=64)
+    assert order is not None
+    for layer, records in enumerate(order):
+        inverse = simulation(routing).inverse(layer, 64)[0]
+        by_record = sorted(range(64), key=lambda expert: records[expert])
+        assert by_record == sorted(range(64), key=lambda expert: inverse[expert])
+    with pytest.raises(ConfigError, match="--model"):
+        bench["order"].write(str(tmp_path / "none"), 0, routing, out)
+    with pytest.raises(ConfigError, match="--routing"):
+        bench["order"].write(str(tmp_path), 0, "", out)
