@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from serve_record import KEYS
-from serve_rows import File, Row, Rows
+from serve_rows import File, Row, Rows, engine
 
 # Okabe and Ito's palette, told apart under all common kinds of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -55,10 +55,10 @@ def decode(rows: list[Row]) -> Figure:
 
 def growths(rows: list[Row]) -> Figure:
     """The steps around each growth, one curve a repeat."""
-    arms = sorted({row["arm"] for row in rows})
+    arms = sorted({engine(row) for row in rows})
     figure = Figure(figsize=(6.5, 2.8 * len(arms)))
     for axes, arm in zip(figure.subplots(len(arms), squeeze=False)[:, 0], arms, strict=True):
-        for number, row in enumerate(r for r in rows if r["arm"] == arm):
+        for number, row in enumerate(r for r in rows if engine(r) == arm):
             axes.plot(row["series_ms"], color=PALETTE[number % len(PALETTE)], linewidth=1.0)
         axes.set(title=arm, xlabel="step", ylabel="ms", ylim=(0, None))
         axes.grid(color=GRID, linewidth=0.6)

@@ -15,7 +15,7 @@ from typing import Any
 import serve_plot
 import serve_targets as targets
 from serve_record import KEYS
-from serve_rows import File, Row, Rows, by_machine, read
+from serve_rows import File, Row, Rows, by_machine, engine, read
 
 # Bytes a second at which a kernel reads experts in host memory in place (profiles/hardware/h200.toml).
 LINK_RATE = 51e9
@@ -97,7 +97,7 @@ def decode(rows: Rows, resident_us: dict[int, float]) -> Iterator[str]:
         line = [str(batch), *(_ms(zero[arm].get(batch), zero["vllm"].get(batch)) for arm in zero)]
         for share in shares:
             found = rows.where(arm="vamp", batch=batch, level_share=share)
-            line.append(_moved(found[-1], zero["vamp"].get(batch), resident_us) if found else "-")
+            line.append(_moved(found[-1], rows.at_level_zero(found[-1]), resident_us) if found else "-")
         lines.append(line)
     yield from table([*head, *(f"{100 * share:.0f} % out" for share in shares)], lines)
 
@@ -137,7 +137,7 @@ def growths(rows: Rows) -> Iterator[str]:
     )
     lines = [
         (
-            r["arm"] + (" with KV offloading" if r.get("host_kv_gib") else ""),
+            engine(r),
             str(r["batch"]),
             f"{r['growth_gib']:.2f}",
             str(r["level_after"]),
@@ -185,10 +185,12 @@ def page(files: list[File], resident_us: dict[int, float], plots: list[str]) -> 
 
 def _other_machine(files: list[File]) -> Iterator[str]:
     """Tables of a model of another size, or on more GPUs: held against its own unmodified arm."""
-    replays, steps, _ = (Rows(files, kind, KEYS[kind]) for kind in KEYS)
+    replays, steps, growth = (Rows(files, kind, KEYS[kind]) for kind in KEYS)
     yield from serving(replays)
     if steps.rows:
         yield from decode(steps, {})
+    if growth.rows:
+        yield from growths(growth)
 
 
 def _common_notes(files: list[File]) -> list[str]:

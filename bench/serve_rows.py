@@ -27,7 +27,11 @@ class File:
 
 
 def read(folder: Path) -> list[File]:
-    """The benchmark's files in ``folder``, oldest first; ``ValueError`` where one is broken or none there."""
+    """The benchmark's files in ``folder`` by name, which begins with the date.
+
+    Raises:
+        ValueError: one is broken, or there is none.
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -46,10 +50,15 @@ def by_machine(files: Iterable[File]) -> dict[tuple[int, int], list[File]]:
     found: dict[tuple[int, int], list[File]] = {}
     for file in files:
         layers, gpus = (
-            max((row.get(name, 0) for row in file.record["rows"]), default=0) for name in ("layers", "tp")
+            max((row.get(name) or 0 for row in file.record["rows"]), default=0) for name in ("layers", "tp")
         )
         found.setdefault((layers, gpus), []).append(file)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def engine(row: Row) -> str:
+    """The engine of a growth, as a title."""
+    return row["arm"] + (" with KV offloading" if row.get("host_kv_gib") else "")
 
 
 class Rows:
@@ -79,6 +88,12 @@ class Rows:
         named = self._of_file.get(row["anchor"] or "", [])
         found = [r for r in named if all(r[k] == v for k, v in wanted.items())] or self.where(**wanted)
         return found[-1] if found else None
+
+    def at_level_zero(self, row: Row) -> float | None:
+        """Milliseconds of a decode step at level 0 in the engine of ``row``, else of the newest there is."""
+        wanted = {"arm": row["arm"], "batch": row["batch"], "level_share": 0.0}
+        same = [r for r in self._of_file[row["file"]] if all(r[k] == v for k, v in wanted.items())]
+        return min((r["ms_median"] for r in same or self.where(**wanted)), default=None)
 
     def upper(self, row: Row) -> Row | None:
         found = self.where(arm="upper_bound", sessions=row["sessions"], workload=row["workload"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from serve_rows import Row, Rows, best, boundary, vamp
+from serve_rows import Row, Rows, best, boundary, engine, vamp
 
 MOVED_AT_10 = {16: 1.30, 64: 1.55}
 
@@ -126,7 +126,7 @@ def steps(decode: Rows) -> Iterator[Verdict]:
     for share, limits in ((0.05, {16: 1.10, 64: 1.10}), (0.10, MOVED_AT_10)):
         for batch, limit in limits.items():
             for row in decode.where(arm="vamp", batch=batch, level_share=share):
-                over = row["ms_median"] / ours[batch]
+                over = ratio(row["ms_median"], decode.at_level_zero(row))
                 figure = f"decode step, {100 * share:.0f} % offloaded, batch {batch}, against level 0"
                 yield Verdict(figure, f"at most {limit:.2f}x", f"{over:.2f}x", over <= limit)
 
@@ -153,12 +153,10 @@ def level_zero(decode: Rows, arm: str) -> dict[int, float]:
 def growths(found: Rows) -> Iterator[Verdict]:
     """The targets of a growth, by the worst of its repeats."""
     for arm, limit in (("vamp", 3.0), ("vamp_vllm_kernel", 30.0)):
-        rows = found.where(arm=arm)
-        if rows:
-            bubble, total = (max(r[name] for r in rows) for name in ("bubble_ms", "total_ms"))
-            size = rows[0]["growth_gib"]
+        for name in sorted({engine(row) for row in found.where(arm=arm)}):
+            rows = [row for row in found.where(arm=arm) if engine(row) == name]
+            bubble, total = (max(r[key] for r in rows) for key in ("bubble_ms", "total_ms"))
+            figure = f"growth of {rows[0]['growth_gib']:.2f} GiB, {name}"
             measured = f"{bubble:.1f} ms, total {total:.1f} ms, the worst of {len(rows)}"
             target = f"bubble at most {limit:g} ms, total at most 40 ms"
-            yield Verdict(
-                f"growth of {size:.2f} GiB, {arm}", target, measured, bubble <= limit and total <= 40
-            )
+            yield Verdict(figure, target, measured, bubble <= limit and total <= 40)

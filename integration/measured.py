@@ -144,7 +144,7 @@ class FreeBlocks(Collection[int]):
 
 
 def no_better(now: Situation, before: Situation) -> bool:
-    """Whether a request that had to queue finds all as it was, but for cached blocks others have taken."""
+    """Whether a request that had to queue finds all as it was, or others hold cached blocks besides."""
     if now.needed_blocks != before.needed_blocks or now.evictable_blocks > before.evictable_blocks:
         return False
     alike = replace(
@@ -154,6 +154,7 @@ def no_better(now: Situation, before: Situation) -> bool:
         evictable_age_s=before.evictable_age_s,
         r_hit=before.r_hit,
         copied=before.copied,
+        held_blocks=before.held_blocks if now.held_blocks >= before.held_blocks > 0 else now.held_blocks,
     )
     return alike == before
 
@@ -269,15 +270,13 @@ class Measured:
         """The cheapest action; blocks to evict are put where the pool takes them next, after ``clean``."""
         now = time.monotonic()
         self.measurements.pressed(now)
+        self._forget_copies(now)
         queued = self._queued
         if queued is not None and now - queued[0] < AGAIN_S and no_better(situation, queued[1]):
             return queued[2]
         wanted = min(situation.needed_blocks, situation.evictable_blocks)
         # All free blocks without content are among ``clean``.
         victims = self.measurements.eviction.victims(now, wanted, FreeBlocks(self.pool, [*clean, *hits]))
-        if now - self._copies_at > AGAIN_S:
-            self._copies_at = now
-            self._copies.clear()
         situation = replace(situation, copied=tuple(map(self._on_host, victims)))
         on_host = self._on_host if any(situation.copied) else None
         capacity = self.pool.num_gpu_blocks
@@ -286,8 +285,14 @@ class Measured:
         chosen = [self.pool.blocks[block_id] for block_id in victims[: decision.evict_blocks]]
         if chosen:
             self.pool.put_first([*clean, *chosen])
-        self._queued = (now, situation, decision) if decision.action is Action.QUEUE else None
+        if decision.action is Action.QUEUE:
+            self._queued = now, situation, decision
         return decision
+
+    def _forget_copies(self, now: float) -> None:
+        if now - self._copies_at > AGAIN_S:
+            self._copies_at = now
+            self._copies.clear()
 
     def _on_host(self, block_id: int) -> bool:
         block = self.pool.blocks[block_id]
@@ -311,6 +316,7 @@ class Measured:
     ) -> RestoreDecision:
         """Whether ``levels`` go back from ``level``, all or none, with the cached blocks ``cached_tail``."""
         now, measurements, tail = time.monotonic(), self.measurements, set(cached_tail)
+        self._forget_copies(now)
         capacity = self.pool.num_gpu_blocks
         on_host = self._on_host if situation.copied_blocks else None
 

@@ -16,6 +16,7 @@ import torch
 from vamp_integration.staging import Staging
 from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
 from vamp_kernels.fused_moe import fused_moe
+from vamp_kernels.launch import MoeLaunch, choose_launch, device_limits, warm_sizes
 from vamp_kernels.workspace import Workspace
 from vamp_runtime.memory.slab import ExpertSlab
 
@@ -132,8 +133,13 @@ class SlotKernel:
 
         The largest comes first, so that the workspace grows once.
         """
-        tokens = max_tokens
-        while tokens:
+        device, (intermediate, hidden) = self.slots.device, (self.w2.shape[2], self.w2.shape[1])
+        shape = hidden, intermediate, self.slots.shape[0], top_k, self.w13.dtype
+
+        def choose(tokens: int) -> MoeLaunch:
+            return choose_launch(tokens, *shape, device_limits(device))
+
+        for tokens in warm_sizes(max_tokens, choose):
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self.slots.device)
             ids = (ids % self.slots.shape[0]).view(tokens, top_k)
             x = torch.zeros(tokens, self.w2.shape[1], dtype=self.dtype, device=ids.device)
@@ -143,7 +149,6 @@ class SlotKernel:
                 self._run(x, weights, ids, self.slots, self.hosted, None, after_wait=True)
                 if self.staging.fills(tokens):
                     self._run(x, weights, ids, self.slots, self.hosted, self.staging.free)
-            tokens //= 2
 
 
 def misfit(layer: Any) -> str:

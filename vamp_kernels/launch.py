@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -223,6 +224,16 @@ def choose_launch(
         dependent_launch=limits.has_dependent_launch and tokens <= DEPENDENT_LAUNCH_TOKENS,
     )
     return plain if fp8 or not limits.specialised else _specialised(plain, rows, hidden, intermediate)
+
+
+def warm_sizes(most: int, choose: Callable[[int], MoeLaunch]) -> list[int]:
+    """Numbers of tokens, the largest first, that together launch all that up to ``most`` tokens do.
+
+    The largest of every choice, and halvings of ``most``: kernels are compiled by powers of two as well.
+    """
+    halvings = {most >> shift for shift in range(most.bit_length())}
+    choices = {choose(tokens): tokens for tokens in range(1, most + 1)}
+    return sorted(halvings | set(choices.values()), reverse=True)
 
 
 def check_launch(launch: MoeLaunch, dtype: torch.dtype) -> None:

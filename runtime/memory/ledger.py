@@ -64,6 +64,7 @@ class PageLedger:
         """The same for several pages, in their order; all or none. A step may wait for hundreds of them."""
         wrong = next((page for page in handles if self._owner[page] != old), None)
         assert wrong is None, f"page {wrong} belongs to {self._owner[wrong or 0]}, not {old}"
+        assert len(set(handles)) == len(handles), "a page is named twice"
         if not handles:
             return
         held = self._pages[old]

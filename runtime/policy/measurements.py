@@ -78,7 +78,7 @@ class Measurements:
 
     def announce(self, reads: LevelReads, link: Link) -> None:
         """What can leave, and what reading it costs, once that is known."""
-        self._reads, self._link = reads, link
+        self._reads, self._link, self._read_s = reads, link, None
 
     def step(self, now_s: float, tokens: int) -> None:
         if self._reads is not None:
@@ -264,9 +264,12 @@ class Measurements:
 
     def _reading(self, now_s: float, capacity: int) -> ReadSeconds:
         assert self._reads is not None and self._link is not None
-        if self._read_s is None or now_s - self._read_s[0] > READS_ANEW_S:
-            self._read_s = now_s, read_seconds(self._reads, self._link, self.curve(now_s), capacity)
-        return self._read_s[1]
+        if self._read_s is not None and now_s - self._read_s[0] <= READS_ANEW_S:
+            return self._read_s[1]
+        seconds = read_seconds(self._reads, self._link, self.curve(now_s), capacity)
+        if self._reads.steps_per_s:  # before any step nothing is known that were worth keeping
+            self._read_s = now_s, seconds
+        return seconds
 
     def _now_lost(self, now_s: float, lost: Sequence[Loss]) -> float:
         rates = self._miss_s, self._overhead_s, self.load_block_s

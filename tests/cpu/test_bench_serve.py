@@ -418,3 +418,28 @@ def test_the_order_of_simulated_routing_puts_alike_experts_together(bench: Any, 
         bench["order"].write(str(tmp_path / "none"), 0, routing, out)
     with pytest.raises(ConfigError, match="--routing"):
         bench["order"].write(str(tmp_path), 0, "", out)
+
+
+def test_other_machines_have_tables_of_their_own(bench: Any) -> None:
+    """A growth and a decode step of 48 layers on two GPUs do not stand for those of 24 on one."""
+
+    def file(name: str, kind: str, layers: int, tp: int, **row: Any) -> Any:
+        rows = [{"arm": "vamp", "batch": 16, "layers": layers, "tp": tp, "routing": "r", **row}]
+        record = {"name": kind, "rows": rows, "notes": [], "device": "d", "commit": "c", "command": "x"}
+        return bench["rows"].File(name, record)
+
+    step = {"level_share": 0.0, "pass": 0}
+    growth = {"repeat": 0, "growth_gib": 1.0, "level_after": 8, "moves": 1, "host_kv_gib": 0}
+    growth |= {name: 1.0 for name in ("bubble_ms", "bubble_ms_largest", "step_ms_before", "step_ms_after")}
+    files = [
+        file("a.json", "decode_step", 24, 1, ms_median=6.0, **step),
+        file("b.json", "growth", 24, 1, total_ms=25.0, **growth),
+        file("c.json", "decode_step", 48, 2, ms_median=9.0, **step),
+        file("d.json", "growth", 48, 2, total_ms=99.0, **growth),
+    ]
+    files += [file("e.json", "decode_step", 24, 1, ms_median=7.0, **step)]
+    assert list(bench["rows"].by_machine(files)) == [(24, 1), (48, 2)]
+    page = bench["report"].page(files, {}, [])
+    main, _, other = page.partition("## 48 layers on 2 GPUs")
+    assert "7.00 ms" in main and "9.00 ms" not in main and "99.00 ms" not in main
+    assert "9.00 ms" in other and "99.00 ms" in other

@@ -17,6 +17,7 @@ from vamp_kernels.launch import (
     check_specialised,
     choose_launch,
     fit,
+    warm_sizes,
 )
 
 DEVICES = {
@@ -237,3 +238,15 @@ def test_a_specialised_launch_is_never_dependent() -> None:
         for tokens in (16, 64, 256, 512):
             launch = choose_launch(tokens, 4096, 1024, experts, top_k, torch.bfloat16, limits)
             check_specialised(launch, 4096, 1024, limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("most", [1, 3, 2048, 2560, 6000])
+@pytest.mark.parametrize("shape", ["Qwen3-Next TP1", "Qwen3-Next TP4", "Mixtral"])
+def test_what_is_warmed_is_all_that_steps_launch(shape: str, most: int, dtype: torch.dtype) -> None:
+    def of(tokens: int) -> MoeLaunch:
+        return choose(tokens, SHAPES[shape], DEVICES["H100, H200"], dtype)
+
+    sizes = warm_sizes(most, of)
+    assert sizes[0] == most and sizes == sorted(set(sizes), reverse=True)
+    assert {of(tokens) for tokens in sizes} == {of(tokens) for tokens in range(1, most + 1)}

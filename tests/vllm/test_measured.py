@@ -186,9 +186,10 @@ def test_levels_are_asked_for_a_little_ahead(
 def test_who_has_to_queue_is_not_priced_anew_while_nothing_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not for as long as others only take blocks; a block given back, or some time, and it is."""
+    """Not for as long as others only take cached blocks; a block given back, or some time, and it is."""
     from vamp_integration import measured as module
 
+    monkeypatch.setattr(module, "AGAIN_S", 1000.0)
     arbiter, asked = make(blocks=32), []
     request, held = prompt(arbiter, 1, 5)
     finish(arbiter, request, held)
@@ -206,11 +207,46 @@ def test_who_has_to_queue_is_not_priced_anew_while_nothing_has_changed(
         return len(asked)
 
     assert [weigh(8), weigh(8)] == [1, 1]
+    arbiter.pool.touch([held[0]])
+    assert weigh(8) == 1, "one more is taken"
     arbiter.pool.free_blocks(others[:1])
     assert [weigh(8), weigh(8)] == [2, 2]
     assert weigh(9) == 3
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     assert weigh(9) == 4
+
+
+def test_what_host_memory_holds_is_asked_again_before_levels_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No decision at an allocation comes between two looks at the tail."""
+    from vamp_integration import measured as module
+    from vamp_runtime.policy.restore import RestoreSituation
+
+    arbiter, asked = make(blocks=32), []
+    measured = arbiter.measured
+    assert measured is not None
+    request, held = prompt(arbiter, 1, 5)
+    finish(arbiter, request, held)
+    monkeypatch.setattr(measured, "_host_holds", lambda block: bool(asked.append(block.block_id)) or True)
+    situation = RestoreSituation(
+        level=1,
+        shards_per_group=2,
+        experts=32,
+        blocks_per_level=4,
+        clean_blocks=0,
+        cached_blocks=6,
+        tokens_per_block=BLOCK,
+        cached_age_s=0.0,
+        r_hit=0.0,
+        waiting_requests=0,
+        since_growth_s=10.0,
+        moving=False,
+        copied_blocks=6,
+    )
+    tail = [block.block_id for block in held]
+    for seconds, times in ((1000.0, 1), (1000.0, 1), (0.0, 2)):
+        monkeypatch.setattr(module, "AGAIN_S", seconds)
+        measured.decide_restore(situation, 1, 1, tail)
+        assert asked and all(asked.count(block) == times for block in asked)
 
 
 def test_another_kind_of_cache_is_refused() -> None:
