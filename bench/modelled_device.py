@@ -71,8 +71,10 @@ class StepModel:
             whole and more tokens cost ``prefill_token_s``.
         prefill_token_s: of each prompt token; with ``decode_s`` 84,000 tokens/s in steps of 8,192, measured.
         context_token_s: of each prompt token and token before it (attention of 6 layers); fitted.
-        launch_s: host time to launch a step with prompt tokens, which no graph serves; measured. Meanwhile
-            the host schedules nothing.
+        launch_s: host time to launch a step with prompt tokens of more than ``graph_tokens``, and
+        graph_launch_s: of fewer, whose layers replay graphs but for attention; measured. Meanwhile the host
+            schedules nothing.
+        graph_tokens: of the largest graph, as vLLM captures them for 128 sequences.
         behind_s: of such a step, what the device still does when all is launched, at least; measured.
         submit_token_s: host time of a submission for each of its tokens; fitted.
         layers, experts, top_k, expert_bytes: of the model.
@@ -98,6 +100,8 @@ class StepModel:
     prefill_token_s: float = 9.4e-6
     context_token_s: float = 1.1e-10
     launch_s: float = 0.075
+    graph_launch_s: float = 0.038
+    graph_tokens: int = 256
     behind_s: float = 0.03
     submit_token_s: float = 5e-7
     layers: int = 24
@@ -314,7 +318,8 @@ class ModelledExecutor(Executor):
             seconds = self.model.step_s(prompt, decode, context, level, self.region and level > 0)
             self._free_at = max(now, before) + seconds
             if prompt:
-                now += self.model.launch_s
+                small = prompt + decode <= self.model.graph_tokens
+                now += self.model.graph_launch_s if small else self.model.launch_s
                 self.clock.until(now)
                 self._free_at = max(self._free_at, now + self.model.behind_s)
         at = self._free_at
