@@ -72,8 +72,8 @@ class KVRegion:
         """Record that the scheduler's pool now holds the ids below ``blocks``."""
         assert 0 <= blocks <= self.blocks, f"{blocks} blocks claimed of {self.blocks}"
         before, after = (self.geometry.pages_for_blocks(n) for n in (self.claimed, blocks))
-        self._ledger.move_all(self._pages[before:after], RESERVE, KV)
-        self._ledger.move_all(self._pages[after:before], KV, RESERVE)
+        self._ledger.move(self._pages[before:after], RESERVE, KV)
+        self._ledger.move(self._pages[after:before], KV, RESERVE)
         self.claimed = blocks
 
     def push(self, tx: Transaction, handles: Sequence[int]) -> None:
@@ -203,10 +203,10 @@ class KVRegion:
         self._append(handles)
 
     def _append(self, handles: Sequence[int]) -> None:
-        self._ledger.move_all(handles, FREE, RESERVE)
+        self._ledger.move(handles, FREE, RESERVE)
         self._pages += handles
 
     def _drop(self, n: int) -> None:
         last = self.pages - n
-        self._ledger.move_all(self._pages[last:], RESERVE, FREE)
+        self._ledger.move(self._pages[last:], RESERVE, FREE)
         del self._pages[last:]

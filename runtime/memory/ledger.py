@@ -47,35 +47,26 @@ class PageLedger:
         assert self._sealed is None, "a sealed ledger takes no new pages"
         assert handle not in self._owner, f"page {handle} is already owned"
         self._tier[handle] = tier
-        self._give(handle, owner)
+        self._give((handle,), owner)
 
     def remove(self, handle: int) -> None:
         """Strike out a page whose handle is released."""
         tier = self._tier.pop(handle)
-        self._take(handle, self._owner.pop(handle))
+        self._take((handle,), self._owner.pop(handle))
         if self._sealed is not None:
             self._sealed[tier] -= 1
 
-    def move(self, handle: int, old: Owner, new: Owner) -> None:
-        """Hand a page from ``old`` to ``new``, behind the pages that ``new`` has."""
-        self.move_all((handle,), old, new)
+    def move(self, handles: Sequence[int], old: Owner, new: Owner) -> None:
+        """Hand pages from ``old`` to ``new``, behind those that ``new`` has and in this order; all or none.
 
-    def move_all(self, handles: Sequence[int], old: Owner, new: Owner) -> None:
-        """The same for several pages, in their order; all or none. A step may wait for hundreds of them."""
-        wrong = next((page for page in handles if self._owner[page] != old), None)
-        assert wrong is None, f"page {wrong} belongs to {self._owner[wrong or 0]}, not {old}"
-        assert len(set(handles)) == len(handles), "a page is named twice"
-        if not handles:
-            return
-        held = self._pages[old]
+        At once, since a step may wait for hundreds of them.
+        """
         for page in handles:
-            del held[page]
-        if not held:
-            del self._pages[old]
-        self._pages.setdefault(new, {}).update(dict.fromkeys(handles))
-        self._owner.update(dict.fromkeys(handles, new))
-        self._by_kind[old.kind] -= len(handles)
-        self._by_kind[new.kind] += len(handles)
+            assert self._owner[page] == old, f"page {page} belongs to {self._owner[page]}, not {old}"
+        assert len(set(handles)) == len(handles), "a page is named twice"
+        if handles:
+            self._take(handles, old)
+            self._give(handles, new)
 
     def owner(self, handle: int) -> Owner:
         return self._owner[handle]
@@ -129,14 +120,15 @@ class PageLedger:
             if self.total(tier) != sealed:
                 raise IntegrityError(f"{tier.value}: {self.total(tier)} pages, sealed with {sealed}")
 
-    def _give(self, handle: int, owner: Owner) -> None:
-        self._owner[handle] = owner
-        self._pages.setdefault(owner, {})[handle] = None
-        self._by_kind[owner.kind] += 1
+    def _give(self, handles: Sequence[int], owner: Owner) -> None:
+        self._owner.update(dict.fromkeys(handles, owner))
+        self._pages.setdefault(owner, {}).update(dict.fromkeys(handles))
+        self._by_kind[owner.kind] += len(handles)
 
-    def _take(self, handle: int, owner: Owner) -> None:
+    def _take(self, handles: Sequence[int], owner: Owner) -> None:
         pages = self._pages[owner]
-        del pages[handle]
-        self._by_kind[owner.kind] -= 1
+        for page in handles:
+            del pages[page]
+        self._by_kind[owner.kind] -= len(handles)
         if not pages:
             del self._pages[owner]

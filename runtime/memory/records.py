@@ -291,5 +291,5 @@ class ExpertRecords:
 
     def _hand_over(self, tx: Transaction, pages: Sequence[int], old: Owner, new: Owner) -> None:
         """Move pages in the ledger in their order, there and back: the order is where each page lies."""
-        move = self.ledger.move_all
+        move = self.ledger.move
         tx.do(partial(move, pages, old, new), partial(move, pages, new, old))

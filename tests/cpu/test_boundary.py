@@ -69,7 +69,7 @@ class TestBoundaryWithPeerHomes(PeerSuite, BoundarySuite):
 def test_a_lost_page_is_found(driver: HostDriver) -> None:
     rig = build_rig(driver, SHAPES[0])
     page = rig.ledger.pages(Owner(OwnerKind.EXPERT, 1, 2))[0]
-    rig.ledger.move(page, Owner(OwnerKind.EXPERT, 1, 2), Owner(OwnerKind.FREE))
+    rig.ledger.move([page], Owner(OwnerKind.EXPERT, 1, 2), Owner(OwnerKind.FREE))
     with pytest.raises(IntegrityError, match="layer 1: groups \\(\\) are out"):
         rig.boundary.check_integrity()
 

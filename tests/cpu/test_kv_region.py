@@ -265,6 +265,6 @@ def test_any_pushes_and_pops_keep_the_books(walk: list[tuple[bool, int, int, boo
 
 def test_a_page_that_changed_hands_is_found(driver: HostDriver) -> None:
     region = build(driver, 4)
-    region._ledger.move(region._pages[0], region._ledger.owner(region._pages[0]), FREE)
+    region._ledger.move([region._pages[0]], region._ledger.owner(region._pages[0]), FREE)
     with pytest.raises(IntegrityError, match="KV page 0 belongs to"):
         region.check_integrity()

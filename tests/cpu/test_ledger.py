@@ -31,9 +31,9 @@ def ledger() -> PageLedger:
 
 def test_pages_come_in_the_order_they_were_got(ledger: PageLedger) -> None:
     assert ledger.pages(KV) == (3, 1, 2)
-    ledger.move(3, KV, FREE)
+    ledger.move([3], KV, FREE)
     assert ledger.pages(KV) == (1, 2)
-    ledger.move(3, FREE, KV)
+    ledger.move([3], FREE, KV)
     assert ledger.pages(KV) == (1, 2, 3)
     assert ledger.pages(FREE) == ()
 
@@ -46,7 +46,7 @@ def test_counts_tell_tiers_apart(ledger: PageLedger) -> None:
 
 def test_only_the_owner_gives_a_page_away(ledger: PageLedger) -> None:
     with pytest.raises(AssertionError, match="page 3 belongs to"):
-        ledger.move(3, FREE, KV)
+        ledger.move([3], FREE, KV)
     assert ledger.owner(3) == KV
 
 
@@ -100,7 +100,7 @@ class Pages(RuleBasedStateMachine):
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def move(self, data: st.DataObject, owner: Owner) -> None:
         row = data.draw(st.sampled_from(self.rows))
-        self.ledger.move(row[0], row[2], owner)
+        self.ledger.move([row[0]], row[2], owner)
         self.rows.remove(row)
         self.rows.append((row[0], row[1], owner))
 
@@ -137,12 +137,12 @@ def test_pages_change_hands_together_or_not_at_all() -> None:
     ledger = PageLedger(4)
     for page in range(1, 5):
         ledger.add(page, Tier.HBM, FREE)
-    ledger.move(4, FREE, KV)
+    ledger.move([4], FREE, KV)
     with pytest.raises(AssertionError, match=r"page 4 belongs to .*KV"):
-        ledger.move_all([1, 4], FREE, KV)
+        ledger.move([1, 4], FREE, KV)
     assert ledger.pages(FREE) == (1, 2, 3)
-    ledger.move_all([3, 1, 2], FREE, KV)
+    ledger.move([3, 1, 2], FREE, KV)
     assert ledger.pages(KV) == (4, 3, 1, 2) and ledger.pages(FREE) == ()
-    ledger.move_all([], FREE, KV)
+    ledger.move([], FREE, KV)
     assert ledger.by_kind()[OwnerKind.KV] == 4
     ledger.check_integrity()

@@ -138,7 +138,7 @@ def test_all_layers_share_the_staging_pages(driver: HostDriver) -> None:
 def test_lost_staging_pages_are_noticed(driver: HostDriver) -> None:
     rig = build_rig(driver, RECORDS)
     page = rig.ledger.pages(staging_owner(1))[0]
-    rig.ledger.move(page, staging_owner(1), Owner(OwnerKind.FREE))
+    rig.ledger.move([page], staging_owner(1), Owner(OwnerKind.FREE))
     with pytest.raises(IntegrityError, match="staging group 1 has lost pages"):
         rig.slab.check_integrity()
 
