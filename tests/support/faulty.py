@@ -19,7 +19,8 @@ class FaultyDriver:
     Args:
         fail_at: 1 for the first counted call; 0 for never, to find out how many there are.
         calls: names of the calls that count. Default: all that a real driver can refuse.
-        mode: ``"once"``, or ``"from_then_on"`` so that undoing fails too.
+        mode: ``"once"``; ``"from_then_on"`` so that undoing fails too; or ``"every"`` so many calls, which an
+            undo must not reach.
 
     Attributes:
         counter: counted calls so far, the refused ones included.
@@ -29,7 +30,7 @@ class FaultyDriver:
     def __init__(
         self, inner: MemoryDriver, fail_at: int = 0, calls: Collection[str] | None = None, mode: str = "once"
     ) -> None:
-        assert mode in ("once", "from_then_on")
+        assert mode in ("once", "from_then_on", "every")
         assert calls is None or set(calls) <= CALLS
         self.inner = inner
         self.counted = CALLS if calls is None else frozenset(calls)
@@ -51,7 +52,8 @@ class FaultyDriver:
             self.counter += 1
             self.log.append(name)
             late = self.mode == "from_then_on" and self.counter > self.fail_at
-            if self.fail_at and (self.counter == self.fail_at or late):
+            again = self.mode == "every" and self.fail_at and self.counter % self.fail_at == 0
+            if self.fail_at and (self.counter == self.fail_at or late or again):
                 raise DriverError(name, f"refused on purpose, call {self.counter}")
             return call(*args)
 

@@ -690,15 +690,13 @@ class _FlakyOnRankOne(FaultyDriver):
     """Refuses every 61st mapping call of rank 1's moves; an undo needs fewer calls than that."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner, calls={"map", "unmap", "set_access"})
+        super().__init__(inner, calls={"map", "unmap", "set_access"}, mode="every")
 
     def mark(self) -> object:
         import torch.distributed as dist
 
         if self.fail_at == 0 and dist.get_rank() == 1:
             self.arm(61)
-        elif self.fail_at and self.counter >= self.fail_at:
-            self.fail_at += 61
         return self.inner.mark()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,8 @@ class Faults:
         if dist.get_rank() != 1:
             return
         driver = self._memory.driver  # type: ignore[attr-defined]
-        faulty = _Repeating(driver, every)
+        own: Any = SimpleNamespace(**{name: getattr(driver, name) for name in REFUSED})
+        faulty = FaultyDriver(own, every, REFUSED, mode="every")
         for name in REFUSED:
             setattr(driver, name, getattr(faulty, name))
 
@@ -52,32 +54,6 @@ class Faults:
             return bool(prepare())
 
         boundary.request, boundary.prepare = note, lose
-
-
-class _Repeating(FaultyDriver):
-    """Refuses every ``every``-th counted call."""
-
-    def __init__(self, inner: Any, every: int) -> None:
-        calls = {name: getattr(inner, name) for name in REFUSED}
-        super().__init__(_Calls(calls), every, set(REFUSED))  # type: ignore[arg-type]
-        self.every = every
-
-    def _counting(self, name: str, call: Any) -> Any:
-        refusing = super()._counting(name, call)
-
-        def counted(*args: Any, **named: Any) -> Any:
-            if self.counter >= self.fail_at:
-                self.fail_at += self.every
-            return refusing(*args, **named) if not named else refusing(*args, *named.values())
-
-        return counted
-
-
-class _Calls:
-    """The driver's own calls, taken before its attributes are replaced."""
-
-    def __init__(self, calls: dict[str, Any]) -> None:
-        self.__dict__.update(calls)
 
 
 def ranks(
