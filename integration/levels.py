@@ -65,7 +65,7 @@ class Levels:
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
         if self.held:
-            self.draw(max(0, self.controller.reserve_blocks - self.controller.reserve_target))
+            self.draw_surplus()
             return
         self._refill()
         if self.wanted and self._pool.cordon_limit is None:
@@ -89,6 +89,10 @@ class Levels:
             self.resize(self._pool.num_gpu_blocks)
             self._journal.capacity(self.controller)
         return len(ids)
+
+    def draw_surplus(self) -> int:
+        """Put what the reserve has beyond its target into the pool; the number put."""
+        return self.draw(max(0, self.controller.reserve_blocks - self.controller.reserve_target))
 
     def announce(self, capacity: Capacity) -> None:
         """Take over what the ranks can hold."""

@@ -156,7 +156,7 @@ class Shrinker:
         elif controller.level == 0:
             self._rising = True
         if self._rising:
-            self.arbiter.levels.draw(max(0, controller.reserve_blocks - controller.reserve_target))
+            self.arbiter.levels.draw_surplus()
             self.arbiter.levels.want(1)
         else:
             self.restore(1)
