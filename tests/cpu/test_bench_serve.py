@@ -404,7 +404,8 @@ def test_the_order_of_simulated_routing_puts_alike_experts_together(bench: Any, 
     from vamp_integration.record_order import read_order
 
     (tmp_path / "config.json").write_text(
-        '{"num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 3}'
+        '{"num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 3,'
+        ' "hidden_size": 64, "moe_intermediate_size": 32}'
     )
     routing, out = "vamp_lognormal:sigma=1.06,tilt=0,seed=5", tmp_path / "order.json"
     assert bench["order"].write(str(tmp_path), 0, routing, out) == 3
