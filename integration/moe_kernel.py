@@ -133,16 +133,16 @@ class SlotKernel:
 
         The largest comes first, so that the workspace grows once.
         """
-        device, (intermediate, hidden) = self.slots.device, (self.w2.shape[2], self.w2.shape[1])
-        shape = hidden, intermediate, self.slots.shape[0], top_k, self.w13.dtype
+        device, experts, (hidden, intermediate) = self.slots.device, len(self.slots), self.w2.shape[1:]
+        shape = hidden, intermediate, experts, top_k, self.w13.dtype
 
         def choose(tokens: int) -> MoeLaunch:
             return choose_launch(tokens, *shape, device_limits(device))
 
         for tokens in warm_sizes(max_tokens, choose):
-            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self.slots.device)
-            ids = (ids % self.slots.shape[0]).view(tokens, top_k)
-            x = torch.zeros(tokens, self.w2.shape[1], dtype=self.dtype, device=ids.device)
+            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device)
+            ids = (ids % experts).view(tokens, top_k)
+            x = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
             weights = torch.ones_like(ids, dtype=torch.float32)
             self(x, weights, ids)
             if self.staging is not None:  # once something is out, steps launch others

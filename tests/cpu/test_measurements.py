@@ -265,7 +265,7 @@ def test_long_answers_pay_for_levels_when_nobody_asks_any_more() -> None:
             now += 0.02
             measurements.step(now, 16)
         prices.append(measurements.offload_price(now, 1288, 0, 40) / measurements.horizon_s(now))
-    lasting = [price for price in prices[-20:]]
+    lasting = prices[-20:]
     assert min(lasting) > 0 and max(lasting) < 1.5 * min(lasting)
     assert max(prices) < 20 * min(lasting)
 
