@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,10 @@ class Points:
             return
         engine = self._engine or self._start()
         self.progress("begin", point=name)
+        # What other points have left is in no pause of this one: the load is in the engine's process, where
+        # vLLM does the same with what is there after the start.
+        gc.collect()
+        gc.freeze()
         try:
             figures = measure(engine)
         except serve_load.Stopped:

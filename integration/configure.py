@@ -21,6 +21,7 @@ from vamp_integration.host_reads import experts_in
 from vamp_integration.measured import resolve_policy
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.driver import Tier
+from vamp_runtime.policy.reselect import coldest_first
 
 CHANGEABLE = ("policy", "max_offload_ratio", "restore", "prefill_share")
 
@@ -105,9 +106,9 @@ def follow_coldest(worker: Any) -> int:
     geometry = slab.geometry
     with worker._mover.paused():
         for layer, hits in enumerate(worker._memory.hits.tolist()):
-            groups = range(geometry.movable_groups)
-            use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in groups]
-            slab.set_coldness(layer, sorted(groups, key=use.__getitem__))
+            movable = geometry.movable_groups
+            use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in range(movable)]
+            slab.set_coldness(layer, coldest_first(use, movable))
         copied: int = slab.refresh_homes(geometry.layers * geometry.home_slots * geometry.group_bytes)
     return copied
 

@@ -39,7 +39,7 @@ from vamp_runtime.memory.kv_region import KVRegion
 from vamp_runtime.memory.mover import Mover
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.memory.tensor import tensor_at
-from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first
+from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first, steady_order
 
 EXIT_STATE_LOST = 70
 
@@ -195,10 +195,12 @@ class VampWorkerMixin:
         slab, counts = self._memory.slab, self._hit_counts.poll()
         coldest: list[list[int]] = []
         if counts is not None:
-            movable = slab.geometry.movable_groups
-            coldest = [coldest_first(use, movable) for use in self._use.update(counts)]
-            for layer, order in enumerate(coldest):
+            movable, front = slab.geometry.movable_groups, self._mover.ahead_levels
+            for layer, use in enumerate(self._use.update(counts)):
+                resident = frozenset(slab.coldest(layer, movable))
+                order = steady_order(slab.coldness(layer), resident, coldest_first(use, movable), front)
                 slab.set_coldness(layer, order)
+                coldest.append(order)
             if self._memory.staging is not None:
                 self._memory.staging.learn(counts)
         self._host_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.HOST))

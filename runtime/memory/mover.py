@@ -37,6 +37,7 @@ class Mover:
             move, since own addresses must not change under a step, and nothing is covered ahead.
 
     Attributes:
+        ahead_levels: levels that are covered ahead, where there are so many.
         rested_at: when covering ended last, done or not, by ``time.monotonic``.
     """
 
@@ -57,7 +58,8 @@ class Mover:
         self._done: Outcome | None = None
         self._kind = MoveKind.OFFLOAD
         geometry = boundary.slab.geometry
-        self._ahead_levels = -(-AHEAD_BYTES // (geometry.pages_per_level * geometry.page_bytes))
+        level_bytes = geometry.pages_per_level * geometry.page_bytes
+        self.ahead_levels = -(-AHEAD_BYTES // level_bytes) if beside else 0
         self._covering: Future[None] | None = None
         self._stop = threading.Event()
         self._refused = False
@@ -165,7 +167,7 @@ class Mover:
             try:
                 if self._boundary.strict:
                     self._boundary.clear()
-                slices = self._boundary.cover_ahead(self._ahead_levels)
+                slices = self._boundary.cover_ahead(self.ahead_levels)
                 while not self._stop.is_set() and next(slices, 0):
                     self._stop.wait(PAUSE_S)
             except DriverError:

@@ -122,6 +122,10 @@ class ExpertSlab:
             raise ValueError(f"layer {layer}: coldness must name every movable group once: {list(groups)}")
         self._coldness[layer] = movable
 
+    def coldness(self, layer: int) -> list[int]:
+        """The order set last; by falling index before."""
+        return list(self._coldness[layer])
+
     def coldest(self, layer: int, n: int) -> list[int]:
         """The next ``n`` movable groups that are in HBM and not on their way out, coldest first."""
         return list(islice(self._resident(layer), n))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from vamp_runtime.memory.move import Swap
 
@@ -60,6 +61,29 @@ class DecayedUse:
 def coldest_first(use: Sequence[float], movable: int) -> list[int]:
     """The first ``movable`` groups, least used first; ties go to the highest index, as before any count."""
     return sorted(range(movable - 1, -1, -1), key=use.__getitem__)
+
+
+def steady_order(
+    before: Sequence[int], resident: Collection[int], coldest: Sequence[int], front: int
+) -> list[int]:
+    """``coldest``, but the ``front`` groups that would have left next stay so, each in its place.
+
+    As long as they are among the coldest ``2 * front`` of those in HBM: counts of cold groups are mostly
+    chance, and whoever is about to leave has pages mapped ahead and a home that another would have to get.
+
+    Args:
+        before: the order until now.
+        resident: groups that are in HBM and may leave; only they change places.
+        coldest: every group that may leave, least used first.
+    """
+    present = [group for group in coldest if group in resident]
+    near = set(present[: 2 * front])
+    first = list(islice((group for group in before if group in resident), front))
+    staying = near.intersection(first)
+    others = (group for group in present if group not in staying)
+    held = [group if group in staying else next(others) for group in first]
+    placed = chain(held, others)
+    return [next(placed) if group in resident else group for group in coldest]
 
 
 def best_swap(

@@ -18,6 +18,7 @@ from vamp_runtime.policy.reselect import (
     best_swap,
     choose_swaps,
     coldest_first,
+    steady_order,
 )
 
 GROUP = 6 << 20
@@ -32,6 +33,59 @@ def test_counts_become_use_of_groups_and_fade() -> None:
 
 def test_the_coldest_come_first_and_ties_from_the_end() -> None:
     assert coldest_first([3.0, 1.0, 1.0, 0.0], movable=3) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("before", "resident", "coldest", "order"),
+    [
+        ([0, 1, 2, 3, 4, 5], {0, 1, 2, 3, 4, 5}, [2, 1, 3, 0, 4, 5], [0, 1, 2, 3, 4, 5]),  # all near
+        ([0, 1, 2, 3, 4, 5], {0, 1, 2, 3, 4, 5}, [2, 3, 1, 4, 0, 5], [2, 1, 3, 4, 0, 5]),  # 0 is not
+        ([0, 1, 2, 3, 4, 5], {0, 1, 2, 3, 4, 5}, [5, 4, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]),  # none is
+        ([0, 1, 2, 3, 4, 5], {1, 3, 4, 5}, [2, 3, 1, 4, 0, 5], [2, 1, 3, 4, 0, 5]),  # 0 and 2 are out
+        ([0, 1, 2, 3, 4, 5], {5}, [5, 4, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]),
+        ([0, 1], set(), [1, 0], [1, 0]),
+    ],
+)
+def test_who_is_to_leave_next_stays_so_while_it_is_about_coldest(
+    before: list[int], resident: set[int], coldest: list[int], order: list[int]
+) -> None:
+    assert steady_order(before, resident, coldest, front=2) == order
+    assert steady_order(before, resident, coldest, front=0) == coldest
+
+
+@given(st.permutations(range(9)), st.permutations(range(9)), st.sets(st.integers(0, 8)), st.integers(0, 9))
+def test_a_steady_order_leaves_whoever_is_out_and_does_not_change_twice(
+    before: list[int], coldest: list[int], resident: set[int], front: int
+) -> None:
+    order = steady_order(before, resident, coldest, front)
+    assert sorted(order) == sorted(coldest)
+    assert [g if g not in resident else -1 for g in order] == [
+        g if g not in resident else -1 for g in coldest
+    ]
+    present = [group for group in coldest if group in resident]
+    ordered = [group for group in order if group in resident]
+    assert set(ordered[:front]) <= set(present[: 2 * front])
+    assert steady_order(order, resident, coldest, front) == order
+
+
+def test_chance_seldom_changes_who_is_to_leave_next() -> None:
+    """512 groups, those that leave next chosen at each look of 80,000 selections."""
+    draw, front = np.random.default_rng(7), 8
+    popularity = np.exp(1.06 * draw.standard_normal(512))
+    use, hits = DecayedUse([list(range(512))], groups=512), np.zeros(512, dtype=np.int64)
+    everyone = steady = plain = list(range(512))
+    changed = {"steady": 0, "plain": 0}
+    for look in range(30):
+        hits = hits + draw.multinomial(80_000, popularity / popularity.sum())
+        (row,) = use.update([[int(count) for count in hits]])
+        coldest = coldest_first(row, 512)
+        order = steady_order(steady, everyone, coldest, front)
+        if look >= 10:
+            changed["steady"] += sum(a != b for a, b in zip(order[:front], steady[:front], strict=True))
+            changed["plain"] += sum(a != b for a, b in zip(coldest[:front], plain[:front], strict=True))
+        steady, plain = order, coldest
+    assert changed["steady"] * 10 < changed["plain"]
+    assert popularity[steady[:front]].sum() < 1.2 * np.sort(popularity)[:front].sum()
 
 
 @pytest.mark.parametrize(
