@@ -48,7 +48,7 @@ WORKLOADS = {
         Scaling(think_cap_s=5.0, skip_turns=30, min_turns=21, max_prompt=148_000, max_output=48),
         150_000,
     ),
-    "matched": Workload("weka_matched_2103turns_half", Scaling(think_cap_s=5.0), 68_000),
+    "matched": Workload("weka_matched_2103turns_half", Scaling(think_cap_s=5.0, skip_turns=60), 68_000),
     "demo": Workload("miniswe_demo", Scaling(think_cap_s=0.2, turns=6, max_output=8), 4096),
 }
 
