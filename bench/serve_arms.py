@@ -21,10 +21,7 @@ VAMP_KINDS = {
     "measured": ("auto", True),
     "spill": ("off", True),
     "fixed": ("off", False),
-    "region": ("region", False),
 }
-#: Kinds whose level is held at the ratio, whatever the need.
-HELD = ("fixed", "region")
 KNOWN = f"{', '.join(UNMODIFIED)} or vamp_<kind>_<ratio> with a kind of {', '.join(VAMP_KINDS)}, such as 0.15"
 
 
@@ -35,7 +32,7 @@ class Arm:
     Attributes:
         name: as in the recorded results.
         kind: one of ``UNMODIFIED`` or ``VAMP_KINDS``.
-        ratio: largest share of the experts out of HBM; of ``HELD`` kinds the share that always is.
+        ratio: largest share of the experts out of HBM; of ``fixed`` the share that always is.
         staging, restore, policy: as VAMP's settings.
     """
 
@@ -102,7 +99,7 @@ PARTS = {
     "offload": Part(
         "unmodified vLLM with KV offloading to host", ("vllm_host_kv",), ("vllm_host_kv",), host_kv=True
     ),
-    "vamp": Part("VAMP", ("paper", "direct", "auto", "measured", *HELD), (*_DIRECT, *_PAPER), vamp=True),
+    "vamp": Part("VAMP", ("paper", "direct", "auto", "measured", "fixed"), (*_DIRECT, *_PAPER), vamp=True),
     "spill": Part(
         "VAMP with KV offloading to host", ("spill",), ("vamp_spill_0.25",), vamp=True, host_kv=True
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from serve_arms import HELD, Arm, Machine, Part, engine_options
+from serve_arms import Arm, Machine, Part, engine_options
 from serve_trace import StepLog
 
 from vamp_integration.replay.child import VllmEngine
@@ -114,7 +114,7 @@ class ServeEngine(VllmEngine):
         if arm.kind == "paper":
             chosen |= {"prefill_share": 1.0}
         configure.configure(self.scheduler, chosen)
-        if arm.kind in HELD:
+        if arm.kind == "fixed":
             self.to_level(self.levels(arm.ratio))
         else:
             configure.release(self.scheduler)
