@@ -8,13 +8,13 @@ sum, which the runner reduces. The runner has launched the shared experts itself
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vamp_integration.staging import Staging
-from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K
+from vamp_kernels.arguments import MAX_EXPERTS, MAX_TOP_K, weights_misfit
 from vamp_kernels.fused_moe import fused_moe
 from vamp_kernels.launch import MoeLaunch, choose_launch, device_limits, warm_sizes
 from vamp_kernels.workspace import Workspace
@@ -134,10 +134,11 @@ class SlotKernel:
         The largest comes first, so that the workspace grows once.
         """
         device, experts, (hidden, intermediate) = self.slots.device, len(self.slots), self.w2.shape[1:]
-        shape = hidden, intermediate, experts, top_k, self.w13.dtype
+        shape, limits = (hidden, intermediate, experts, top_k, self.w13.dtype), device_limits(device)
+        limits = replace(limits, specialised=limits.specialised and not weights_misfit(self.w13, self.w2))
 
         def choose(tokens: int) -> MoeLaunch:
-            return choose_launch(tokens, *shape, device_limits(device))
+            return choose_launch(tokens, *shape, limits)
 
         for tokens in warm_sizes(max_tokens, choose):
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device)

@@ -156,17 +156,24 @@ def specialised_misfit(a: MoeArguments) -> str:
 
     Weights come by the copy engine, rows of ``hidden_states`` by copies of 16 bytes at 32-bit offsets.
     """
-    for name, tensor, multiple in (
-        ("hidden_states", a.hidden_states, 32),
-        ("w13", a.w13, COPY_BYTES),
-        ("w2", a.w2, COPY_BYTES),
-    ):
-        strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
-        if tensor.data_ptr() % COPY_BYTES or any(stride % multiple for stride in strides):
-            found = f"address {tensor.data_ptr():#x} and strides of {strides} bytes"
-            return f"{name} has {found}, expected multiples of {multiple} to be specialised"
-    if a.hidden_states.stride(0) * len(a.hidden_states) >= 1 << 31:
+    x = a.hidden_states
+    if misfit := _addresses_misfit("hidden_states", x, 32) or weights_misfit(a.w13, a.w2):
+        return misfit
+    if x.stride(0) * len(x) >= 1 << 31:
         return "hidden_states spans 2**31 elements or more, expected fewer to be specialised"
+    return ""
+
+
+def weights_misfit(w13: torch.Tensor, w2: torch.Tensor) -> str:
+    """The same for the weights alone, whatever the step."""
+    return _addresses_misfit("w13", w13, COPY_BYTES) or _addresses_misfit("w2", w2, COPY_BYTES)
+
+
+def _addresses_misfit(name: str, tensor: torch.Tensor, multiple: int) -> str:
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
+    if tensor.data_ptr() % COPY_BYTES or any(stride % multiple for stride in strides):
+        found = f"address {tensor.data_ptr():#x} and strides of {strides} bytes"
+        return f"{name} has {found}, expected multiples of {multiple} to be specialised"
     return ""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vamp_kernels.arguments import MoeArguments, specialised_misfit
+from vamp_kernels.arguments import MoeArguments, specialised_misfit, weights_misfit
 from vamp_kernels.fused_moe import fused_moe
 from vamp_kernels.launch import (
     DeviceLimits,
@@ -221,8 +221,10 @@ def test_an_argument_that_keeps_warps_from_specialising_is_named(
     name: str, tensor: torch.Tensor, what: str
 ) -> None:
     assert specialised_misfit(arguments()) == ""
-    misfit = specialised_misfit(arguments(**{name: tensor}))
+    given = arguments(**{name: tensor})
+    misfit = specialised_misfit(given)
     assert misfit.startswith(f"{name} ") and what in misfit
+    assert weights_misfit(given.w13, given.w2) == (misfit if name != "hidden_states" else "")
 
 
 def test_a_device_without_specialised_kernels_refuses_their_launch() -> None:
