@@ -102,9 +102,10 @@ def _capacity(scheduler: Any) -> Any:
 
 def follow_coldest(worker: Any) -> int:
     """Order groups by the hits counted so far and copy the coldest to their homes now; bytes copied."""
-    slab = worker._memory.slab
+    slab, driver = worker._memory.slab, worker._memory.driver
     geometry = slab.geometry
     with worker._mover.paused():
+        driver.wait(driver.mark())  # steps that are still running may read what is copied over
         for layer, hits in enumerate(worker._memory.hits.tolist()):
             movable = geometry.movable_groups
             use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in range(movable)]

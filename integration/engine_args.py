@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vamp_integration import refusals, settings
@@ -21,6 +23,7 @@ CPU_WORKER = "vamp_integration.worker_cpu.VampCPUWorker"
 GPU_WORKER = "vamp_integration.worker_gpu.VampGPUWorker"
 SCHEDULER = "vamp_integration.scheduler.VampScheduler"
 ASYNC_SCHEDULER = "vamp_integration.scheduler.VampAsyncScheduler"
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
 
 def install() -> None:
@@ -34,15 +37,17 @@ def install() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(self.load_format).lower() != settings.LOAD_FORMAT:
+            _layout.put_back()
             return original(self, *args, **kwargs)
         chosen = settings.given(self.additional_config)  # a wrong one is refused before anything else
         _fill_worker(self)
         _export_metrics()
-        config = original(self, *args, **kwargs)
-        config.scheduler_config.scheduler_cls = _scheduler(config)
-        _choose_experts(config)
-        refusals.check_engine(config)
-        _check_files_and_sizes(settings.settled(chosen, config), config)
+        with _layout.chosen():
+            config = original(self, *args, **kwargs)
+            config.scheduler_config.scheduler_cls = _scheduler(config)
+            _choose_experts(config)
+            refusals.check_engine(config)
+            _check_files_and_sizes(settings.settled(chosen, config), config)
         return config
 
     create_engine_config.vamp_wrapped = True  # type: ignore[attr-defined]
@@ -87,8 +92,6 @@ def _fill_worker(args: Any) -> None:
     if args.worker_cls not in ("auto", worker):
         raise ConfigError(f"worker_cls: {args.worker_cls} replaces VAMP's own; leave worker_cls unset")
     args.worker_cls = worker
-    if not current_platform.is_cpu():
-        _choose_layout()
     scheduler = args.scheduler_cls
     if scheduler not in (None, SCHEDULER, ASYNC_SCHEDULER):
         raise ConfigError(f"scheduler_cls: {scheduler} replaces VAMP's own; leave scheduler_cls unset")
@@ -111,9 +114,41 @@ def _choose_experts(config: Any) -> None:
         config.kernel_config.moe_backend = "triton"
 
 
-def _choose_layout() -> None:
-    """vLLM reads the layout from its environment, in the engine's process, which inherits this one's."""
-    layout = settings.GPU_LAYOUT
-    given = os.environ.setdefault("VLLM_KV_CACHE_LAYOUT", layout)
-    if given != layout:
-        raise ConfigError(f"VLLM_KV_CACHE_LAYOUT: {given} has several tails; unset it, or use {layout}")
+class _Layout:
+    """vLLM reads the layout from its environment, in the engine's process, which inherits this one's.
+
+    What has been set for an engine stays set, until one without VAMP is configured in this process.
+    """
+
+    def __init__(self) -> None:
+        self._ours = False
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Inside and, unless that fails, afterwards, the layout is the one with a single tail.
+
+        Raises:
+            ConfigError: another has been asked for.
+        """
+        from vllm.platforms import current_platform
+
+        given = os.environ.get(LAYOUT)
+        if current_platform.is_cpu() or given == settings.GPU_LAYOUT:
+            yield
+            return
+        if given is not None:
+            raise ConfigError(f"{LAYOUT}: {given} has several tails; unset it, or use {settings.GPU_LAYOUT}")
+        os.environ[LAYOUT], self._ours = settings.GPU_LAYOUT, True
+        try:
+            yield
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        if self._ours:
+            os.environ.pop(LAYOUT, None)
+            self._ours = False
+
+
+_layout = _Layout()

@@ -65,7 +65,8 @@ class Levels:
     def begin_step(self) -> None:
         """Ask for levels that could not be asked for before, and those that a failed refill still owes."""
         if self.held:
-            self.draw_surplus()
+            if self._pool.cordon_limit is None:
+                self.draw_surplus()
             return
         self._refill()
         if self.wanted and self._pool.cordon_limit is None:

@@ -42,6 +42,8 @@ from vamp_runtime.memory.tensor import tensor_at
 from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first, steady_order
 
 EXIT_STATE_LOST = 70
+# Far more than asynchronous scheduling launches ahead: what such a step reads must not be copied over.
+MOST_STEPS_IN_FLIGHT = 16
 
 
 class VampWorkerMixin:
@@ -64,6 +66,7 @@ class VampWorkerMixin:
     _report: Report | None = None
     _claim: int | None = None
     _homes_due: bool = False
+    _homes_followed_at: int = 0
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +136,7 @@ class VampWorkerMixin:
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         # The warm-up takes steps of its own, whose outputs nobody reads and whose tokens mean nothing.
-        self._report, self._steps = self._capacity_report, 0
+        self._report, self._steps, self._homes_followed_at = self._capacity_report, 0, 0
         self._memory.hits.zero_()
         # Not before: no page may be mapped while a graph is captured.
         self._mover.cover()
@@ -146,16 +149,14 @@ class VampWorkerMixin:
 
     @ranged("step")
     def execute_model(self, scheduler_output: Any) -> Any:
-        self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
-        self._steps += 1
-        if self._steps % self.home_refresh_steps == 0:
-            if self.parallel_config.tensor_parallel_size > 1:  # type: ignore[attr-defined]
-                # Homes must follow in the same step on every rank, so that the next move finds the same ones.
-                self._take_outcome(wait=True)
-            self._order_by_use()
-        if self._homes_due and not self._mover.busy:
-            with self._mover.paused():
-                self._follow_coldest()
+        try:
+            self._obey(get_command(scheduler_output), not scheduler_output.total_num_scheduled_tokens)
+            self._steps += 1
+            self._follow_use()
+        except BaseException:
+            # vLLM would only log this on most ranks and then wait for ever in a collective.
+            traceback.print_exc()
+            end_process()
         return self._answer(super().execute_model(scheduler_output))  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -169,17 +170,25 @@ class VampWorkerMixin:
     def _obey(self, command: StepCommand | None, idle: bool) -> None:
         """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
         move = command.move if command is not None else None
-        try:
-            if command is not None:
-                self._claim = command.claimed_blocks
-            self._take_outcome(wait=idle or move is not None)
-            if move is not None:
-                self._mover.start(move)
-                self._take_outcome(wait=idle)
-        except BaseException:
-            # vLLM would only log this on most ranks and then wait for ever in a collective.
-            traceback.print_exc()
-            end_process()
+        if command is not None:
+            self._claim = command.claimed_blocks
+        self._take_outcome(wait=idle or move is not None)
+        if move is not None:
+            self._mover.start(move)
+            self._take_outcome(wait=idle)
+
+    def _follow_use(self) -> None:
+        """Every so many steps, order groups by measured use; then let homes follow, between moves."""
+        if self._steps % self.home_refresh_steps == 0:
+            if self.parallel_config.tensor_parallel_size > 1:  # type: ignore[attr-defined]
+                # Homes must follow in the same step on every rank, so that the next move finds the same ones.
+                self._take_outcome(wait=True)
+            self._order_by_use()
+        due = self._homes_due and self._steps - self._homes_followed_at >= MOST_STEPS_IN_FLIGHT
+        if due and not self._mover.busy:
+            self._homes_followed_at = self._steps
+            with self._mover.paused():
+                self._follow_coldest()
 
     def _take_outcome(self, wait: bool) -> None:
         outcome = self._mover.finish(wait)

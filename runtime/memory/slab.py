@@ -54,6 +54,7 @@ class ExpertSlab:
         self._homes = [HomeSlots(geometry.home_slots, geometry.peer_homes) for _ in layers]
         self._out: list[list[int]] = [[] for _ in layers]
         self._redirected: list[set[int]] = [set() for _ in layers]
+        self._lately_read: list[set[int]] = [set() for _ in layers]
         self._checksums: list[list[bytes]] = []
         self.ledger = ledger
         self._records = ExpertRecords(driver, ledger, geometry, lazily, mirror)
@@ -145,12 +146,15 @@ class ExpertSlab:
 
         The coldest of all layers go first, so that whole levels become ready; homes that should change places
         between peer and host go last. A home counts as valid once all copies are done; a slot whose copy was
-        refused stays empty. Homes of redirected groups stay.
+        refused stays empty. Homes of redirected groups stay, and so do those of groups that were redirected
+        at the last refresh or since: steps on their way may still read them. So every step that was launched
+        before one refresh must have ended at the next.
 
         Raises:
             DriverError: a copy was refused.
         """
         geometry, jobs = self.geometry, self._home_jobs(max(budget_bytes, 0) // self.geometry.group_bytes)
+        self._lately_read = [set(groups) for groups in self._redirected]
         for job, layer in jobs:
             self._homes[layer].begin(job)
             for group, slot in job.copies:
@@ -165,6 +169,7 @@ class ExpertSlab:
         """Read the group's experts through its home alias."""
         self._point(layer, group, self._records.home_alias(self._valid_home(layer, group)))
         self._redirected[layer].add(group)
+        self._lately_read[layer].add(group)
 
     def point_back(self, layer: int, group: int) -> None:
         """Read the group's experts at their own records."""
@@ -268,8 +273,9 @@ class ExpertSlab:
         """The next copies to homes with their layers, ``most`` copies at most."""
         jobs: list[tuple[HomeCopies, int]] = []
         for layer, homes in enumerate(self._homes):
-            pinned = self._redirected[layer]
-            wanted = self.coldest(layer, self.geometry.home_slots - len(pinned))
+            pinned = self._lately_read[layer]
+            others = (group for group in self._resident(layer) if group not in pinned)
+            wanted = list(islice(others, self.geometry.home_slots - len(pinned)))
             jobs += [(job, layer) for job in homes.plan(wanted, pinned, most)]
         jobs.sort(key=lambda each: (each[0].exchange, each[0].rank, each[1]))
         ends = accumulate(len(job.copies) for job, _ in jobs)

@@ -410,3 +410,29 @@ def test_a_lazy_slab_backs_layer_by_layer() -> None:
     slab.close()
     assert driver.usage().handles == driver.usage().reservations == 0
     driver.close()
+
+
+@pytest.mark.parametrize("abandoned", [False, True], ids=["restored", "abandoned"])
+def test_a_home_that_steps_on_their_way_read_is_not_copied_over(rig: Rig, abandoned: bool) -> None:
+    """A step that was launched before the group came back reads it at its home, also after that."""
+    slab, layers = rig.slab, range(rig.geometry.layers)
+    group = slab.coldest(0, 1)[0]
+    expert = slab.experts_of(0, group)[0]
+    if abandoned:
+        slab.redirect(0, group)
+    else:
+        rig.moved(rig.boundary.offload(1))
+        slab.refresh_homes(0)
+    slot, homes = slab.slot_table[0][expert], [slab.home_of(layer, group) for layer in layers]
+    read = rig.driver.read(slab.address(0, 0, slot), rig.geometry.part_bytes[0])
+    if abandoned:
+        slab.point_back(0, group)
+    else:
+        rig.moved(rig.boundary.restore(1))
+    reverse_coldness(rig)
+    assert slab.refresh_homes(1 << 40) > 0
+    assert slab.home_of(0, group) == homes[0]
+    assert rig.driver.read(slab.address(0, 0, slot), rig.geometry.part_bytes[0]) == read
+    slab.refresh_homes(1 << 40)
+    assert slab.home_of(0, group) is None, "by the next look those steps have ended"
+    rig.check()

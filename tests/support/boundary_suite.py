@@ -54,7 +54,8 @@ def stale(rig: Rig) -> None:
     rig.moved(rig.boundary.swap(swaps(rig.boundary)))
     rig.moved(rig.boundary.restore(1))
     reverse_coldness(rig)
-    rig.slab.refresh_homes(1 << 40)
+    for _ in range(2):  # the homes of those that are back stay for one
+        rig.slab.refresh_homes(1 << 40)
 
 
 def away(rig: Rig, layer: int) -> set[int]:

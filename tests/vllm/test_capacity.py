@@ -10,6 +10,7 @@ import pytest
 from support.scenarios import EAGER
 from vllm.v1.core.block_pool import BlockPool
 
+from vamp_integration import configure
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import Report
 from vamp_integration.costs import engine_costs
@@ -56,16 +57,35 @@ def test_the_prefix_cache_can_be_reset_under_a_cordon() -> None:
 
 
 def test_levels_whose_blocks_never_joined_the_pool_go_back() -> None:
-    shape = TinyShape()
-    config = SimpleNamespace(num_hidden_layers=shape.layers)
+    arbiter, shrinker = grown((8, 12))
+    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.levels.last_growth_at + 1e3)
+    assert decide_restore(situation, arbiter.costs.parameters, arbiter.costs.restore).levels == 1
+
+
+def grown(blocks_at: tuple[int, ...]) -> tuple[Arbiter, Shrinker]:
+    """At the highest level, with 8 blocks in the pool and everything else in the reserve."""
     settings = VampSettings(policy=EAGER, model="tiny-qwen3-next")
-    costs = engine_costs(settings, config)
+    costs = engine_costs(settings, SimpleNamespace(num_hidden_layers=TinyShape().layers))
     pool = VampBlockPool.adopt(BlockPool(8, enable_caching=True, hash_block_size=16))
     arbiter = Arbiter(pool, costs, 16, lambda blocks: None, 0.03)
-    arbiter.settle(Report(capacity=Capacity((8, 12), experts=32, group=2, level_bytes=1)))
-    arbiter.levels.want(1)
-    arbiter.command()
-    arbiter.settle(Report(outcome=Outcome(1, True, 1, 12, 1, 0, 0.001, "")))
-    shrinker = Shrinker(arbiter, settings)
-    situation = shrinker._situation(1, shrinker._leaving(1), 0, arbiter.levels.last_growth_at + 1e3)
-    assert decide_restore(situation, costs.parameters, costs.restore).levels == 1
+    arbiter.settle(Report(capacity=Capacity(blocks_at, experts=32, group=2, level_bytes=1)))
+    for level, blocks in enumerate(blocks_at[1:], 1):
+        arbiter.levels.want(1)
+        arbiter.command()
+        arbiter.settle(Report(outcome=Outcome(level, True, level, blocks, 1, 0, 0.001, "")))
+    return arbiter, Shrinker(arbiter, settings)
+
+
+def test_a_lower_level_is_held_while_requests_are_still_in_the_tail() -> None:
+    arbiter, shrinker = grown((10, 14, 18, 22, 26))
+    arbiter.levels.draw(14)
+    pool = arbiter.pool
+    used = pool.get_new_blocks(21)
+    assert arbiter.controller.reserve_blocks > arbiter.controller.reserve_target
+    configure.hold(SimpleNamespace(arbiter=arbiter, shrinker=shrinker), 1)
+    assert pool.cordon_limit is not None
+    for _ in range(3):
+        arbiter.levels.begin_step()
+    assert pool.num_gpu_blocks == 22
+    pool.free_blocks(used)
+    assert pool.parked
