@@ -105,7 +105,8 @@ def follow_coldest(worker: Any) -> int:
     slab, driver = worker._memory.slab, worker._memory.driver
     geometry = slab.geometry
     with worker._mover.paused():
-        driver.wait(driver.mark())  # steps that are still running may read what is copied over
+        driver.wait(driver.mark())
+        slab.refresh_homes(0)  # steps that read homes of groups that have come back have ended now
         for layer, hits in enumerate(worker._memory.hits.tolist()):
             movable = geometry.movable_groups
             use = [sum(hits[expert] for expert in slab.experts_of(layer, group)) for group in range(movable)]
