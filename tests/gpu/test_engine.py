@@ -57,17 +57,26 @@ def test_hundreds_of_moves_leave_every_token(model: Path, oracle: dict[str, Any]
     assert run["results"] == oracle["moves"]
 
 
-def test_moves_leave_every_token_of_our_kernel(model: Path) -> None:
+@pytest.fixture(params=[("model", 0.5), ("wide_model", 0.06)], ids=["64 experts", "512 experts"])
+def own(request: pytest.FixtureRequest) -> tuple[Path, dict[str, Any]]:
+    """A model, and settings of our kernel under which it has eight or seven levels."""
+    name, ratio = request.param
+    return request.getfixturevalue(name), {"moe_kernel": "vamp", "max_offload_ratio": ratio}
+
+
+def test_moves_leave_every_token_of_our_kernel(own: tuple[Path, dict[str, Any]]) -> None:
     """Our kernel rounds in another order than vLLM's, so it is held against itself without moves."""
+    model, vamp = own
     options = {"kv_mib": KV_MIB, "enable_prefix_caching": False, **WORKS["moves"], **ENGINE}
-    still = run_scenario("exercised", model, vamp={"moe_kernel": "vamp", "exercise_steps": 0}, **options)
-    moved = run_scenario("exercised", model, **OWN_KERNEL, **options)
+    still = run_scenario("exercised", model, vamp={**vamp, "exercise_steps": 0}, **options)
+    moved = run_scenario("exercised", model, vamp=vamp, **options)
     assert still["moves"] == 0 and moved["moves"] >= 100 and moved["failed_moves"] == 0
     assert moved["results"] == still["results"]
 
 
-def test_the_oracle_notices_corruption_under_our_kernel(model: Path) -> None:
-    run = run_scenario("corrupted", model, kv_mib=KV_MIB, **OWN_KERNEL, **WORKS["corruption"], **ENGINE)
+def test_the_oracle_notices_corruption_under_our_kernel(own: tuple[Path, dict[str, Any]]) -> None:
+    model, vamp = own
+    run = run_scenario("corrupted", model, kv_mib=KV_MIB, vamp=vamp, **WORKS["corruption"], **ENGINE)
     assert run["level"] == run["max_level"] > 0 and run["bytes_moved"] > 0
     assert run["sound"] == run["again"]
     assert run["expert"][0]["tokens"] != run["sound"][0]["tokens"]
