@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
+from vamp_integration.cold_reads import LevelCounts
 from vamp_integration.commands import Report
 from vamp_integration.costs import Costs
 from vamp_integration.journal import Journal
@@ -41,6 +42,7 @@ class Arbiter:
     Attributes:
         running, waiting: requests that run as the step begins, and that the last one left in the queue.
         host_kv: the connector that copies KV blocks to host memory and back, where the engine has one.
+        reads: what was counted last of the experts that steps read.
         measured: prices decisions where the policy's profile says so; else the paper's cost model does.
     """
 
@@ -64,6 +66,7 @@ class Arbiter:
         self.holding = False
         self.running = self.waiting = 0
         self.measured: Measured | None = None
+        self.reads: LevelCounts | None = None
         pool.on_evict = self._evicted
 
     def measure(self, facts: Callable[[], EngineFacts]) -> None:
@@ -78,6 +81,8 @@ class Arbiter:
             measured = Measured(parameters, self.costs, self.pool, facts(), *host)
         if measured is not None and capacity is not None:
             measured.announce(capacity)
+            if self.reads is not None:
+                measured.counted(self.reads)
         self.measured, self.pool.on_lost = measured, measured.measurements.lost if measured else None
 
     # Around a step.
@@ -98,8 +103,10 @@ class Arbiter:
             self.hit_rate = self.costs.hit_rate(capacity.blocks_at[-1] - capacity.blocks_at[0] + 1)
             if self.measured is not None:
                 self.measured.announce(capacity)
-        if report.reads is not None and self.measured is not None:
-            self.measured.counted(report.reads)
+        if report.reads is not None:
+            self.reads = report.reads
+            if self.measured is not None:
+                self.measured.counted(report.reads)
         if report.memory is not None:
             self.journal.memory = report.memory
         if report.outcome is not None:

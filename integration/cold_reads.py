@@ -34,26 +34,23 @@ class ColdReads:
         self._group_of = np.asarray(group_of)
         self._groups, self._max_level = groups, max_level
         self._before = np.zeros(self._group_of.shape)
-        self._steps = 0
 
     def look(
-        self, hits: Sequence[Sequence[int]] | None, steps: int, coldest: Sequence[Sequence[int]]
-    ) -> LevelCounts | None:
-        """What the steps since the last look would have read; None where counts have not arrived.
+        self, hits: Sequence[Sequence[int]], steps: int, coldest: Sequence[Sequence[int]]
+    ) -> LevelCounts:
+        """What the steps since the last look would have read.
 
         Args:
             hits: ``[layers][experts]`` since start; one that has fallen was set to 0 meanwhile.
+            steps: that the hits since the last look were counted in, 1 or more.
             coldest: per layer, groups in the order in which they leave; at least ``max_level`` of them.
         """
-        self._steps += steps
-        if hits is None:
-            return None
         now = np.asarray(hits, dtype=np.float64)
         grown = np.where(now >= self._before, now - self._before, now)
-        share = np.minimum(grown, 1) if self._steps == 1 else -np.expm1(-grown / self._steps)
+        share = np.minimum(grown, 1) if steps == 1 else -np.expm1(-grown / steps)
         by_group = np.zeros((len(now), self._groups))
         np.add.at(by_group, (np.arange(len(now))[:, None], self._group_of), share)
         first = np.asarray([row[: self._max_level] for row in coldest], dtype=np.intp)
         reads = np.take_along_axis(by_group, first, axis=1).cumsum(axis=1).mean(axis=0)
-        counted, self._before, self._steps = self._steps, now, 0
-        return LevelCounts((0.0, *map(float, reads)), counted)
+        self._before = now
+        return LevelCounts((0.0, *map(float, reads)), steps)

@@ -63,6 +63,7 @@ class EngineFacts:
         staged: large steps bring experts to HBM while layers compute.
         step_tokens: most tokens of a step.
         prefill_share: as VAMP's setting, at this time.
+        ordered: a routing profile says which groups are cold before anything has been counted.
     """
 
     layout: Layout
@@ -72,6 +73,7 @@ class EngineFacts:
     staged: bool
     step_tokens: int
     prefill_share: float
+    ordered: bool = False
 
 
 def cache_layout(config: KVCacheConfig, block_tokens: int) -> Layout:
@@ -120,6 +122,7 @@ def engine_facts(
         staged=chosen.staging != "off" and device != "cpu",
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefill_share=prefill_share,
+        ordered=bool(chosen.record_order),
     )
 
 
@@ -215,6 +218,7 @@ class Measured:
             top_k=self.facts.top_k,
             sigma=self.parameters.sigma,
             prior_steps=self.parameters.prior_steps,
+            ordered=self.facts.ordered,
         )
         # While a layer computes, staging brings the next one's experts.
         hidden = self.costs.parameters.t_prefill_s / self.facts.layers if self.facts.staged else 0.0

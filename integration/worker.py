@@ -42,14 +42,17 @@ from vamp_runtime.memory.tensor import tensor_at
 from vamp_runtime.policy.reselect import Candidate, DecayedUse, best_swap, coldest_first, steady_order
 
 EXIT_STATE_LOST = 70
-# Far more than asynchronous scheduling launches ahead: what such a step reads must not be copied over.
-MOST_STEPS_IN_FLIGHT = 16
+# The first look at the hit counters comes after so many steps, each further one after twice as many as the
+# one before, up to the usual number: an engine that has just started knows nothing of its traffic.
+FIRST_LOOK_STEPS = 32
+# More than asynchronous scheduling launches ahead: what such a step reads must not be copied over.
+MOST_STEPS_IN_FLIGHT = 4
 
 
 class VampWorkerMixin:
     """Worker side of VAMP. Mixed in before a vLLM worker class."""
 
-    #: Steps between two looks at the hit counters; a look costs the host milliseconds.
+    #: Steps between two looks at the hit counters, fewer at first; a look costs the host milliseconds.
     home_refresh_steps = 64
 
     _memory: ExpertMemory
@@ -67,6 +70,7 @@ class VampWorkerMixin:
     _claim: int | None = None
     _homes_due: bool = False
     _homes_followed_at: int = 0
+    _looked_at: int = 0
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -136,8 +140,9 @@ class VampWorkerMixin:
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         # The warm-up takes steps of its own, whose outputs nobody reads and whose tokens mean nothing.
-        self._report, self._steps, self._homes_followed_at = self._capacity_report, 0, 0
+        self._report, self._steps, self._looked_at = self._capacity_report, 0, 0
         self._memory.hits.zero_()
+        self._hit_counts = HitCounts(self._memory.hits)
         # Not before: no page may be mapped while a graph is captured.
         self._mover.cover()
         return times
@@ -179,7 +184,8 @@ class VampWorkerMixin:
 
     def _follow_use(self) -> None:
         """Every so many steps, order groups by measured use; then let homes follow, between moves."""
-        if self._steps % self.home_refresh_steps == 0:
+        if self._steps - self._looked_at >= look_after(self._looked_at, self.home_refresh_steps):
+            self._looked_at = self._steps
             if self.parallel_config.tensor_parallel_size > 1:  # type: ignore[attr-defined]
                 # Homes must follow in the same step on every rank, so that the next move finds the same ones.
                 self._take_outcome(wait=True)
@@ -201,24 +207,24 @@ class VampWorkerMixin:
 
     def _order_by_use(self) -> None:
         """Order groups by measured use: in the same step on every rank, also while a move is under way."""
-        slab, counts = self._memory.slab, self._hit_counts.poll()
+        counted = self._hit_counts.poll(self._steps)
+        if counted is None:
+            return
+        slab, (counts, steps) = self._memory.slab, counted
+        movable, front = slab.geometry.movable_groups, self._mover.ahead_levels
         coldest: list[list[int]] = []
-        if counts is not None:
-            movable, front = slab.geometry.movable_groups, self._mover.ahead_levels
-            for layer, use in enumerate(self._use.update(counts)):
-                resident = frozenset(slab.coldest(layer, movable))
-                order = steady_order(slab.coldness(layer), resident, coldest_first(use, movable), front)
-                slab.set_coldness(layer, order)
-                coldest.append(order)
-            if self._memory.staging is not None:
-                self._memory.staging.learn(counts)
-        self._host_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.HOST))
+        for layer, use in enumerate(self._use.update(counts)):
+            resident = frozenset(slab.coldest(layer, movable))
+            order = steady_order(slab.coldness(layer), resident, coldest_first(use, movable), front)
+            slab.set_coldness(layer, order)
+            coldest.append(order)
+        if self._memory.staging is not None:
+            self._memory.staging.learn(counts)
+        self._host_reads.look(counts, steps, experts_in(slab, Tier.HOST))
         if slab.geometry.peer_homes:
-            self._peer_reads.look(counts, self.home_refresh_steps, experts_in(slab, Tier.PEER))
-        reads = self._cold_reads.look(counts, self.home_refresh_steps, coldest)
-        if reads is not None:
-            self._report = replace(self._report or Report(), reads=reads)
-        self._homes_due = True
+            self._peer_reads.look(counts, steps, experts_in(slab, Tier.PEER))
+        reads = self._cold_reads.look(counts, steps, coldest)
+        self._report, self._homes_due = replace(self._report or Report(), reads=reads), True
 
     def _follow_coldest(self) -> None:
         """Let the home pages follow that order, at a bounded rate, and offer the swaps it speaks for."""
@@ -278,6 +284,11 @@ class VampWorkerMixin:
         chosen = settings.of(self.vllm_config)  # type: ignore[attr-defined]
         assert chosen is not None
         return chosen
+
+
+def look_after(looked_at: int, usual: int) -> int:
+    """Steps from the last look, at step ``looked_at``, to the next."""
+    return min(usual, max(looked_at, FIRST_LOOK_STEPS))
 
 
 def group_of(slab: ExpertSlab) -> list[list[int]]:

@@ -33,12 +33,25 @@ class LevelReads:
     Args:
         experts, group, max_level: of a layer on a rank: experts, experts of a group, groups that may be out.
         top_k: experts that a token is routed to.
+        sigma: of the log-normal prior.
+        prior_steps: counted steps that weigh as much as the prior.
+        ordered: the groups that leave first are the coldest before any count, too. Else they are average ones
+            until then.
     """
 
     def __init__(
-        self, *, experts: int, group: int, max_level: int, top_k: int, sigma: float, prior_steps: float
+        self,
+        *,
+        experts: int,
+        group: int,
+        max_level: int,
+        top_k: int,
+        sigma: float,
+        prior_steps: float,
+        ordered: bool = False,
     ) -> None:
-        self._shape = (experts, group, max_level, top_k, sigma)
+        self._shape = (experts, group, max_level, top_k)
+        self._sigma, self._ordered = sigma, ordered
         self._most = [float(group * level) for level in range(max_level + 1)]
         self._prior_steps = prior_steps
         self._sizes: dict[int, float] = {}  # weight by bit length of the step's tokens
@@ -131,7 +144,7 @@ class LevelReads:
     ) -> list[float]:
         if self._factors is None:
             self._factors = self._over_prior()
-        priors = [(tokens, share, prior_by_level(*self._shape, tokens)) for tokens, share in sizes]
+        priors = [(tokens, share, self._prior(tokens)) for tokens, share in sizes]
         seconds = []
         for most, factor, level in zip(self._most, self._factors, range(len(self._most)), strict=True):
             reads = [(tokens, share, min(factor * prior[level], most)) for tokens, share, prior in priors]
@@ -140,11 +153,16 @@ class LevelReads:
         # Counts of one level may come out below those of the level before; a level more never costs less.
         return list(accumulate(seconds, max))
 
+    def _prior(self, tokens: float) -> tuple[float, ...]:
+        """By level, experts that a step reads as far as is known without counting them."""
+        sigma = self._sigma if self._ordered or self._counted_steps else 0.0
+        return prior_by_level(*self._shape, sigma, tokens)
+
     def _over_prior(self) -> list[float]:
         """By level, what was counted as a multiple of what the prior gives for the same steps."""
         if not self._counted_steps:
             return [1.0] * len(self._most)
-        priors = [(share, prior_by_level(*self._shape, tokens)) for tokens, share in self._shares()]
+        priors = [(share, self._prior(tokens)) for tokens, share in self._shares()]
         factors = []
         for level, counted in enumerate(self._counted):
             prior, measured = sum(share * of[level] for share, of in priors), counted / self._counted_steps

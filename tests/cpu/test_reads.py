@@ -11,8 +11,9 @@ from vamp_runtime.policy.reads import LONGEST_STEP_S, LevelReads, prior_by_level
 MIB = 2**20
 
 
-def reads(max_level: int = 128, prior_steps: float = 100.0) -> LevelReads:
-    return LevelReads(experts=512, group=1, max_level=max_level, top_k=10, sigma=0.6, prior_steps=prior_steps)
+def reads(max_level: int = 128, prior_steps: float = 100.0, ordered: bool = True) -> LevelReads:
+    sizes = {"experts": 512, "group": 1, "max_level": max_level, "top_k": 10}
+    return LevelReads(**sizes, sigma=0.6, prior_steps=prior_steps, ordered=ordered)
 
 
 def seconds(of: LevelReads, hidden_s: float = 0.0) -> list[float]:
@@ -36,6 +37,18 @@ def test_a_level_costs_more_the_warmer_it_is_and_the_larger_the_steps() -> None:
     assert seconds(large)[77] > 2 * seconds(small)[77]
     # 15 % of the experts, all of them read: 9 ms a layer.
     assert seconds(large)[77] < 77 * 6 * MIB / 51e9
+
+
+def test_who_leaves_is_average_until_something_is_counted() -> None:
+    unknown, ordered = reads(ordered=False), reads()
+    for of in (unknown, ordered):
+        of.step(0.0, 16)
+    evenly = 1 - (1 - 10 / 512) ** 24  # steps of 16 to 31 tokens
+    assert seconds(unknown)[128] == pytest.approx(128 * evenly * 6 * MIB / 51e9)
+    assert seconds(ordered)[128] < 0.7 * seconds(unknown)[128]
+    for of in (unknown, ordered):
+        of.counted([0.1 * level for level in range(129)], steps=50)
+    assert seconds(unknown) == seconds(ordered)
 
 
 def test_what_a_layer_hides_is_free() -> None:

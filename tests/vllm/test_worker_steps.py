@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vamp_integration import worker as module
-from vamp_integration.worker import MOST_STEPS_IN_FLIGHT, VampWorkerMixin
+from vamp_integration.worker import FIRST_LOOK_STEPS, MOST_STEPS_IN_FLIGHT, VampWorkerMixin, look_after
 from vamp_runtime.errors import StateLost
 
 pytestmark = pytest.mark.vllm
@@ -76,9 +76,17 @@ def test_a_move_that_cannot_be_undone_ends_the_process_at_a_look_too(
     assert "an undo failed" in capsys.readouterr().err
 
 
+def test_looks_come_early_at_first() -> None:
+    looks = [0]
+    while looks[-1] < 1500:
+        looks.append(looks[-1] + look_after(looks[-1], 512))
+    assert looks == [0, FIRST_LOOK_STEPS, 64, 128, 256, 512, 1024, 1536]
+    assert look_after(0, 8) == look_after(8, 8) == look_after(1000, 8) == 8
+
+
 def test_homes_follow_once_a_look_after_the_move_under_way_and_never_soon_after_each_other() -> None:
     worker = _Worker(_Mover(), every=32)
     for step in range(1, 100):
-        worker._mover.busy = 32 <= step < 60  # type: ignore[misc]
+        worker._mover.busy = 32 <= step < 62  # type: ignore[misc]
         worker.step()
-    assert worker.followed == [60, 60 + MOST_STEPS_IN_FLIGHT, 96]
+    assert worker.followed == [62, 62 + MOST_STEPS_IN_FLIGHT, 96]
