@@ -36,9 +36,13 @@ class VampGPUWorker(VampWorkerMixin, Worker):
 
     home_refresh_steps = 512  # steps are short here
 
+    def determine_available_memory(self) -> int:
+        """vLLM may capture graphs here already, to learn what they take, and measures what is left."""
+        self._warm_up_own_kernel()
+        return super().determine_available_memory()
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm-up takes block ids below the number of blocks it finds: it must find those that are mapped."""
-        self._warm_up_own_kernel()
         config, mapped = self.model_runner.kv_cache_config, self.cache_config.num_gpu_blocks
         assert mapped is not None
         virtual, config.num_blocks = config.num_blocks, mapped

@@ -1,4 +1,4 @@
-"""``VampGPUWorker`` on a CPU: slab, KV region, mover and driver are real, vLLM's worker is a stand-in."""
+"""VAMP's workers on a CPU: slab, KV region, mover and driver are real, vLLM's worker is a stand-in."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheLayout,
+    KVCacheSpec,
     MambaSpec,
 )
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vamp_integration import worker
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.moe_kernel import SlotTables
 from vamp_integration.placement import ExpertMemory
+from vamp_integration.worker import VampWorkerMixin
+from vamp_integration.worker_cpu import VampCPUWorker
 from vamp_integration.worker_gpu import VampGPUWorker
 from vamp_runtime.memory.agreement import SoleRank
 from vamp_runtime.memory.driver import MemoryDriver
@@ -89,8 +93,11 @@ def engine_config(
         cache_config=cache,
         attention_config=SimpleNamespace(hisparse_config=None),
         model_config=None,
+        speculative_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=MAX_TOKENS, disable_hybrid_kv_cache_manager=False
+        ),
     )
 
 
@@ -108,20 +115,26 @@ class Model(nn.Module):
         self.layer, self.vamp_memory = layer, memory
 
 
-class VllmWorker(Worker):
-    """What lies below ``VampGPUWorker`` in the place of vLLM's worker: sizes and calls, no model.
+class StandIn:
+    """What lies below VAMP's mixin in the place of vLLM's worker: sizes and calls, no model.
 
     Attributes:
         events: what was called, in order.
         available: bytes that profiling finds.
+        plan: bytes that an earlier start has found, which vLLM takes in the place of profiling.
     """
 
-    def __init__(self, memory: ExpertMemory, config: Any, available: int = 0) -> None:
+    plan: int | None = None
+
+    def __init__(
+        self, memory: ExpertMemory, config: Any, groups: Sequence[KVCacheGroupSpec], available: int = 0
+    ) -> None:
         self.vllm_config, self.cache_config = config, config.cache_config
         self.parallel_config, self.scheduler_config = config.parallel_config, config.scheduler_config
+        self.groups = groups
         self.events: list[str] = []
         self.available = available
-        tables = [torch.zeros(4, WIDTH, dtype=torch.int32) for _ in kv_groups()]
+        tables = [torch.zeros(4, WIDTH, dtype=torch.int32) for _ in groups]
         model = Model(memory, self.events)
         self.model_runner: Any = SimpleNamespace(
             get_model=lambda: model,
@@ -132,14 +145,20 @@ class VllmWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.events.append("load")
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return {name: group.kv_cache_spec for group in self.groups for name in group.layer_names}
+
     def determine_available_memory(self) -> int:
         self.events.append("profile, with graphs captured")
-        return self.available
+        if self.plan is None:
+            return self.available
+        self.cache_config.kv_cache_memory_bytes = self.plan
+        return self.plan
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         self.model_runner.kv_cache_config = copy.deepcopy(kv_cache_config)
-        with self._maybe_get_memory_pool_context("kv_cache"):
+        with self._maybe_get_memory_pool_context("kv_cache"):  # type: ignore[attr-defined]
             torch.zeros(kv_cache_config.kv_cache_tensors[0].size, dtype=torch.int8)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -150,17 +169,31 @@ class VllmWorker(Worker):
         return EMPTY_MODEL_RUNNER_OUTPUT
 
 
-class OnCPU(VampGPUWorker, VllmWorker):
-    """VAMP's worker over the stand-in, since that is a subclass of vLLM's."""
+class _VllmGPUWorker(StandIn, Worker):
+    pass
 
 
-def start(rank: VampGPUWorker, groups: Sequence[KVCacheGroupSpec]) -> KVCacheConfig:
+class _VllmCPUWorker(StandIn, CPUWorker):
+    pass
+
+
+class GPUEngineWorker(VampGPUWorker, _VllmGPUWorker):
+    """The GPU engine's over the stand-in, since that is a subclass of vLLM's."""
+
+
+class CPUEngineWorker(VampCPUWorker, _VllmCPUWorker):
+    """The CPU engine's, likewise."""
+
+
+def start(rank: VampWorkerMixin) -> KVCacheConfig:
     """Up to the KV cache, as vLLM's engine core does; the configuration that it and the scheduler share."""
+    assert isinstance(rank, StandIn)
     alone, worker.make_agreement = worker.make_agreement, SoleRank
     try:
         rank.load_model()
         available = rank.determine_available_memory()
-        config = get_kv_cache_config_from_groups(rank.vllm_config, list(groups), available)
+        groups = get_kv_cache_groups(rank.vllm_config, rank.get_kv_cache_spec())
+        config = get_kv_cache_config_from_groups(rank.vllm_config, groups, available)
         rank.initialize_from_config(config)
     finally:
         worker.make_agreement = alone

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_worker import WIDTH, OnCPU, engine_config, kv_groups, small_slab, start
+from support.gpu_worker import (
+    MAX_TOKENS,
+    TOP_K,
+    WIDTH,
+    GPUEngineWorker,
+    engine_config,
+    kv_groups,
+    small_slab,
+    start,
+)
 
 from vamp_runtime.controller import StepCommand
 from vamp_runtime.memory.boundary import Move, MoveKind
@@ -28,21 +37,21 @@ def driver() -> Iterator[HostDriver]:
 
 
 @pytest.fixture
-def rank(driver: HostDriver) -> Iterator[OnCPU]:
-    rank = OnCPU(small_slab(driver), engine_config({}, KV_BYTES), available=KV_BYTES)
-    start(rank, kv_groups())
+def rank(driver: HostDriver) -> Iterator[GPUEngineWorker]:
+    rank = GPUEngineWorker(small_slab(driver), engine_config({}, KV_BYTES), kv_groups(), KV_BYTES)
+    start(rank)
     yield rank
     rank._mover.close()
 
 
-def sizes(rank: OnCPU) -> tuple[int, int | None]:
+def sizes(rank: GPUEngineWorker) -> tuple[int, int | None]:
     """The numbers of blocks that vLLM's warm-up goes by: the runner's, and the cache configuration's."""
     return rank.model_runner.kv_cache_config.num_blocks, rank.cache_config.num_gpu_blocks
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_warm_up_finds_the_blocks_of_the_pool_and_nothing_else_does(
-    rank: OnCPU, monkeypatch: pytest.MonkeyPatch, fails: bool
+    rank: GPUEngineWorker, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     region, seen = rank._boundary.region, []
 
@@ -52,7 +61,7 @@ def test_warm_up_finds_the_blocks_of_the_pool_and_nothing_else_does(
             raise RuntimeError("a kernel that does not compile")
         return "times"
 
-    monkeypatch.setattr("support.gpu_worker.VllmWorker.compile_or_warm_up_model", warm_up)
+    monkeypatch.setattr("support.gpu_worker.StandIn.compile_or_warm_up_model", warm_up)
     virtual, pool = sizes(rank)
     assert virtual == region.geometry.virtual_blocks and pool == region.claimed < region.blocks < virtual
     if fails:
@@ -64,13 +73,24 @@ def test_warm_up_finds_the_blocks_of_the_pool_and_nothing_else_does(
     assert sizes(rank) == (virtual, pool)
 
 
-def step(rank: OnCPU, move: Move | None = None) -> None:
+@pytest.mark.parametrize("kv_bytes", [KV_BYTES, None], ids=["KV cache given", "KV cache from free memory"])
+def test_our_kernel_is_warm_before_a_graph_can_be_captured(driver: HostDriver, kv_bytes: int | None) -> None:
+    """Where the size of the KV cache is not given, vLLM captures graphs to learn what they take."""
+    rank = GPUEngineWorker(small_slab(driver), engine_config({}, kv_bytes), kv_groups(), KV_BYTES)
+    start(rank)
+    rank.compile_or_warm_up_model()
+    kernel = f"own kernel up to {MAX_TOKENS} tokens, top {TOP_K}"
+    assert rank.events == ["load", kernel, "profile, with graphs captured", "warm up, capture"]
+    rank._mover.close()
+
+
+def step(rank: GPUEngineWorker, move: Move | None = None) -> None:
     """A step without tokens, which waits for the move that it brings."""
     command = None if move is None else StepCommand(move.claimed_blocks, move)
     rank.execute_model(SimpleNamespace(vamp=command, total_num_scheduled_tokens=0))
 
 
-def fill(rank: OnCPU, blocks: int) -> list[torch.Tensor]:
+def fill(rank: GPUEngineWorker, blocks: int) -> list[torch.Tensor]:
     """Rows of the gathered block tables as an earlier step left them, with ids up to the last block's."""
     tables: list[torch.Tensor] = rank.model_runner.block_tables.input_block_tables
     for table in tables:
@@ -79,7 +99,7 @@ def fill(rank: OnCPU, blocks: int) -> list[torch.Tensor]:
     return [table.clone() for table in tables]
 
 
-def watch_tables(rank: OnCPU) -> list[list[torch.Tensor]]:
+def watch_tables(rank: GPUEngineWorker) -> list[list[torch.Tensor]]:
     """The gathered block tables as each move finds them when it is started."""
     found, begin = [], rank._mover.start
 
@@ -91,7 +111,7 @@ def watch_tables(rank: OnCPU) -> list[list[torch.Tensor]]:
     return found
 
 
-def test_only_a_restore_clears_ids_of_the_tail_and_before_anything_moves(rank: OnCPU) -> None:
+def test_only_a_restore_clears_ids_of_the_tail_and_before_anything_moves(rank: GPUEngineWorker) -> None:
     rank.compile_or_warm_up_model()
     boundary, slab = rank._boundary, rank._boundary.slab
     region, found, claimed = boundary.region, watch_tables(rank), boundary.region.claimed
@@ -113,7 +133,7 @@ def test_only_a_restore_clears_ids_of_the_tail_and_before_anything_moves(rank: O
     slab.verify_all()
 
 
-def test_a_step_without_a_move_leaves_the_tables(rank: OnCPU) -> None:
+def test_a_step_without_a_move_leaves_the_tables(rank: GPUEngineWorker) -> None:
     rank.compile_or_warm_up_model()
     before = fill(rank, WIDTH)
     step(rank)
