@@ -90,9 +90,11 @@ class VampWorkerMixin:
 
     def determine_available_memory(self) -> int:
         """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
+        # Asked before: vLLM may put a figure of its own there, from the free memory of an earlier start.
+        given = self.cache_config.kv_cache_memory_bytes  # type: ignore[attr-defined]
         available: int = super().determine_available_memory()  # type: ignore[misc]
         geometry = self._memory.slab.geometry
-        if self.cache_config.kv_cache_memory_bytes:  # type: ignore[attr-defined]
+        if given:
             # A figure from free memory has what loading took, staging too, taken off already.
             available -= plan.staging_share(self._settings(), geometry, available)
         self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
