@@ -9,15 +9,15 @@ takes a buffer from outside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.geometry import KVGeometry
@@ -50,14 +50,23 @@ def _elements(args: Sequence[Any]) -> int:
 
 def virtual_config(vllm_config: VllmConfig, config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
     """``config`` as vLLM's own planner lays it out for ``num_blocks`` blocks; the given one is untouched."""
+    planned = _planned(vllm_config, config.kv_cache_groups, num_blocks)
+    assert planned.num_blocks == num_blocks
+    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_tensors=planned.kv_cache_tensors)
+
+
+def tails(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> int:
+    """Positions of the cache that vLLM will plan for these layers; each grows at a tail of its own."""
+    return layout(_planned(vllm_config, get_kv_cache_groups(vllm_config, dict(specs)), 1))[0]
+
+
+def _planned(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
     cache = vllm_config.cache_config
     saved, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, num_blocks
     try:
-        planned = get_kv_cache_config_from_groups(vllm_config, config.kv_cache_groups, available_memory=0)
+        return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
     finally:
         cache.num_gpu_blocks_override = saved
-    assert planned.num_blocks == num_blocks
-    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_tensors=planned.kv_cache_tensors)
 
 
 def layout(config: KVCacheConfig) -> tuple[int, int]:

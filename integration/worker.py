@@ -89,7 +89,7 @@ class VampWorkerMixin:
         self._cold_reads = ColdReads(groups, geometry.groups, geometry.max_level)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages."""
+        """Bytes for the block pool: vLLM's figure less staging and reserve, in whole pages of every tail."""
         # Asked before: vLLM may put a figure of its own there, from the free memory of an earlier start.
         given = self.cache_config.kv_cache_memory_bytes  # type: ignore[attr-defined]
         available: int = super().determine_available_memory()  # type: ignore[misc]
@@ -98,7 +98,8 @@ class VampWorkerMixin:
             # A figure from free memory has what loading took, staging too, taken off already.
             available -= plan.staging_share(self._settings(), geometry, available)
         self._reserve_pages = plan.reserve_pages(self._settings(), geometry, available)
-        return (available // geometry.page_bytes - self._reserve_pages) * geometry.page_bytes
+        pages = available // geometry.page_bytes - self._reserve_pages
+        return (pages - pages % self._kv_tails()) * geometry.page_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Lay the KV cache into a region with room for every level; only its head is backed."""
@@ -281,6 +282,10 @@ class VampWorkerMixin:
             layers=geometry.layers,
             beside_steps=self._memory.tables is not None,
         )
+
+    def _kv_tails(self) -> int:
+        """How many tails the KV cache will have; each of them begins pages of its own."""
+        return 1
 
     def _settings(self) -> settings.VampSettings:
         chosen = settings.of(self.vllm_config)  # type: ignore[attr-defined]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.gpu_worker import GPUEngineWorker, engine_config, kv_groups, small_slab, start
+from support.gpu_worker import CPUEngineWorker, GPUEngineWorker, engine_config, kv_groups, small_slab, start
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vamp_integration import kv_memory
 from vamp_integration.worker import VampWorkerMixin
@@ -55,6 +56,22 @@ def test_pool_reserve_and_staging_take_what_was_given_and_lose_only_to_rounding(
         free = rank._boundary.region.pages * geometry.page_bytes - kv.num_blocks * block
         level = geometry.pages_per_level * geometry.page_bytes
         assert reserve * level <= free < reserve * level + geometry.page_bytes, "the reserve is whole levels"
+        rank._mover.close()
+        rank._boundary.close()
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5])
+def test_a_cache_with_several_tails_takes_no_more_either(driver: HostDriver, layers: int) -> None:
+    """The CPU engine's has one for each layer of a group, and each of them begins pages of its own."""
+    for size in SIZES:
+        memory = small_slab(driver)
+        config = engine_config({}, size, KVCacheLayout.LBHNC)
+        rank = CPUEngineWorker(memory, config, kv_groups(layers), size)
+        kv = start(rank)
+        positions, block = kv_memory.layout(kv)
+        assert positions == layers
+        left = size - kv_bytes(rank)
+        assert 0 <= left < positions * (memory.slab.geometry.page_bytes + block), size
         rank._mover.close()
         rank._boundary.close()
 
