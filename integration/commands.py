@@ -32,6 +32,7 @@ class MemoryFigures:
         pages: pages by kind of owner (``OwnerKind.value``), each of ``page_bytes``.
         home_bytes_copied: copied from HBM to home pages.
         host_bytes_read: read by the MoE layers from home pages on the host, estimated.
+        staged_bytes: copied from there to staging slots ahead of layers.
         peer_bytes_read: the same, in a peer's HBM.
         home_pages: home pages by the tier they lie in (``Tier.value``).
         staging: time of copies ahead of layers.
@@ -41,6 +42,7 @@ class MemoryFigures:
     page_bytes: int = 0
     home_bytes_copied: int = 0
     host_bytes_read: int = 0
+    staged_bytes: int = 0
     peer_bytes_read: int = 0
     home_pages: Mapping[str, int] = field(default_factory=dict)
     staging: StagingSeconds = field(default_factory=StagingSeconds)

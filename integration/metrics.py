@@ -55,6 +55,14 @@ class Metric:
         return f"{PREFIX}{self.name}/{value}" if value else f"{PREFIX}{self.name}"
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes/s from host memory, by the hardware profile: read in place, and by the copy engine."""
+
+    read: float
+    copy: float
+
+
 METRICS = (
     Metric("level", "Expert groups of every layer that are out of HBM."),
     Metric("level_max", "Most groups of every layer that may be out."),
@@ -82,7 +90,8 @@ METRICS = (
     ),
     Metric(
         "realized_cost_seconds",
-        "Seconds of link or GPU time paid since: host bytes read and KV blocks loaded, over the link's rate; "
+        "Seconds of link or GPU time paid since: host bytes read and staged, and KV blocks loaded, over the "
+        "link's rates; "
         "tokens computed again after an eviction or a preemption times the profile's seconds per token.",
         counter=True,
         label="cause",
@@ -115,7 +124,15 @@ METRICS = (
     ),
     Metric(
         "moe_host_read_bytes",
-        "Expert bytes that the MoE layers read from host memory, on the first rank, estimated from hits.",
+        "Expert bytes that the MoE layers read from host memory, on the first rank, estimated from hits; "
+        "without those of steps that read copies made ahead, whose share of an expert's hits is taken to be "
+        "that of all the layer's.",
+        counter=True,
+    ),
+    Metric(
+        "staged_bytes",
+        "Expert bytes copied from host memory to staging slots ahead of layers, on the first rank, counted "
+        "when the copies are queued.",
         counter=True,
     ),
     Metric(
@@ -154,9 +171,9 @@ METRICS = (
 )
 
 
-def values(arbiter: Arbiter, host_read_bandwidth: float, held_steps: int = 0) -> dict[str, int]:
-    """The state of every series, keyed by ``Metric.key``; the rate is the hardware profile's, in B/s."""
-    given = _gauges(arbiter) | _counters(arbiter, host_read_bandwidth)
+def values(arbiter: Arbiter, link: LinkRates, held_steps: int = 0) -> dict[str, int]:
+    """The state of every series, keyed by ``Metric.key``."""
+    given = _gauges(arbiter) | _counters(arbiter, link)
     given["steps_without_prefills"] = {"": held_steps}
     return {
         metric.key(value): round(given[metric.name].get(value, 0) / metric.unit)
@@ -187,7 +204,7 @@ def _gauges(arbiter: Arbiter) -> dict[str, Mapping[str, float]]:
     }
 
 
-def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping[str, float]]:
+def _counters(arbiter: Arbiter, link: LinkRates) -> dict[str, Mapping[str, float]]:
     journal, memory = arbiter.journal, arbiter.journal.memory
     token_s, host_kv = arbiter.costs.parameters.t_prefill_s, arbiter.host_kv
     loaded = host_kv.transfers.loaded_blocks if host_kv is not None else 0
@@ -195,7 +212,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "decisions": journal.decisions,
         "predicted_cost_seconds": journal.predicted_s,
         "realized_cost_seconds": {
-            "offload": memory.host_bytes_read / host_read_bandwidth,
+            "offload": memory.host_bytes_read / link.read + memory.staged_bytes / link.copy,
             "evict": journal.evicted_tokens_missed * token_s,
             "preempt": journal.preempted_tokens_lost * token_s,
             "spill": loaded * host_kv.load_block_s if host_kv is not None else 0.0,
@@ -206,6 +223,7 @@ def _counters(arbiter: Arbiter, host_read_bandwidth: float) -> dict[str, Mapping
         "moved_bytes": {way: journal.bytes_by_kind[kind.value] for kind, way in DIRECTIONS.items()},
         "copied_bytes": {"to_host": memory.home_bytes_copied, "from_host": journal.copied_bytes},
         "moe_host_read_bytes": {"": memory.host_bytes_read},
+        "staged_bytes": {"": memory.staged_bytes},
         "moe_peer_read_bytes": {"": memory.peer_bytes_read},
         "staging_seconds": {"hidden": memory.staging.hidden, "exposed": memory.staging.exposed},
         "evicted_blocks": {"": arbiter.pool.evictions},

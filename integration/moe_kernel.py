@@ -97,7 +97,7 @@ class SlotKernel:
             return self._run(*router, self.slots, self.hosted, None)
         if not staging.wanted(x.shape[0]):
             return self._run(*router, self.slots, self.hosted, staging.fill(x.shape[0]))
-        with staging.ahead(self.layer):
+        with staging.ahead(self.layer, x.shape[0]):
             slots, hosted = staging.slots[self.layer], staging.hosted[self.layer]
             return self._run(*router, slots, hosted, None, after_wait=True)
 

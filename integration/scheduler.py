@@ -58,18 +58,20 @@ class VampSchedulerMixin:
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)
         costs = engine_costs(chosen, config.model_config.hf_text_config, current_platform.is_cpu())
         hardware = hardware_profile(chosen, config.device_config.device_type)
-        self._host_read_bandwidth = hardware.host_read_bandwidth.value
+        self._link = metrics.LinkRates(
+            hardware.host_read_bandwidth.value, hardware.host_to_device_bandwidth.value
+        )
         bubble_s = chosen.max_bubble_ms / 1e3
         self.arbiter = Arbiter(pool, costs, block_size, self._resize, bubble_s)
         self.shrinker = Shrinker(self.arbiter, chosen)
         self.reselector = Reselector(self.arbiter, chosen.reselect_mib_per_s)
-        self.paced = PacedPrefills(self.arbiter, chosen.prefill_share, self._host_read_bandwidth)
+        self.paced = PacedPrefills(self.arbiter, chosen.prefill_share, self._link.read)
         self.kv_cache_manager = VampKVCacheManager.adopt(self.kv_cache_manager, self.arbiter)
         connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
             # Every rank copies its own part of a block, all at once.
             block_bytes = kv.kv_cache_tensors[0].size // kv.num_blocks
-            load_s = block_bytes / hardware.host_to_device_bandwidth.value
+            load_s = block_bytes / self._link.copy
             self.arbiter.host_kv = VampOffloadingConnector.adopt(connector, load_s)
         self.measure()
 
@@ -113,7 +115,7 @@ class VampSchedulerMixin:
         if idle or now - self._figures_sent_at >= FIGURES_EVERY_S:
             self._figures_sent_at = now
             held = self.paced.pace.held_steps
-            metrics.put(stats, metrics.values(self.arbiter, self._host_read_bandwidth, held))
+            metrics.put(stats, metrics.values(self.arbiter, self._link, held))
         return stats
 
     def has_requests(self) -> bool:

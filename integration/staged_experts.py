@@ -54,7 +54,8 @@ class StagedExperts:
     ) -> Any:
         """What ``experts.forward_modular`` returns, its experts read at ``slots`` ``[tokens, top_k]``."""
         kernel = experts.quant_method.moe_kernel
-        with override_config(self._config(experts, x, slots)), self.staging.ahead(self.layer):
+        ahead = self.staging.ahead(self.layer, x.shape[0])
+        with override_config(self._config(experts, x, slots)), ahead:
             return kernel.apply(
                 hidden_states=x,
                 w1=self.w13,

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from vamp_integration.costs import engine_costs
-from vamp_integration.host_reads import experts_in
+from vamp_integration.host_reads import StagedAhead, experts_in
 from vamp_integration.plan import hardware_profile
 from vamp_integration.settings import STAGING_MODES, VampSettings
 from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import ConfigError
 from vamp_runtime.memory.copy_times import StagingSeconds
 from vamp_runtime.memory.driver import MemoryDriver, Tier
-from vamp_runtime.memory.region import RegionCopies, buffer_groups, plan_region
+from vamp_runtime.memory.region import RegionCopies, StagedRegion, buffer_groups, plan_region
 from vamp_runtime.memory.slab import ExpertSlab
 from vamp_runtime.policy.staging import StagingCosts, staged_from, use_of
 
@@ -73,6 +73,8 @@ class Staging:
         self._out = self._staged = 0
         self._from: int | None = None
         self._stale = True
+        self._ahead = StagedAhead()
+        self._left: Sequence[set[int]] = ()
         self.mode = mode
         shape = (geometry.layers, geometry.experts)
         self.slots = torch.empty(shape, dtype=torch.int32, device=device)
@@ -89,6 +91,15 @@ class Staging:
     def seconds(self) -> StagingSeconds:
         """Time of the copies ahead of layers since start."""
         return self._copies.seconds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied ahead of layers since start."""
+        return self._copies.nbytes
+
+    def so_far(self) -> StagedAhead:
+        """What steps were staged ahead since start."""
+        return self._ahead
 
     @property
     def needs_host_code(self) -> bool:
@@ -148,8 +159,14 @@ class Staging:
         return True
 
     @contextmanager
-    def ahead(self, layer: int) -> Iterator[None]:
-        """Inside, the layer's staged experts can be read; the next layers' copies go on."""
+    def ahead(self, layer: int, tokens: int) -> Iterator[None]:
+        """Inside, the layer's staged experts can be read; the next layers' copies go on.
+
+        ``tokens`` are those of the step.
+        """
+        if layer == 0:
+            steps, hits = self._ahead.steps + 1, self._ahead.hits + tokens * self._costs.top_k
+            self._ahead = StagedAhead(steps, hits, self._left)
         self._enter(layer)
         yield
         self._leave(layer)
@@ -181,6 +198,7 @@ class Staging:
         self.slots.copy_(slots)
         self.hosted.copy_(slots >= slab.geometry.host_slot_base)
         self._copies.follow([region.copies for region in regions])
+        self._left = _left_in_place(slab, regions)
         self._stale = False
 
     def _decide(self) -> None:
@@ -189,6 +207,14 @@ class Staging:
             self._from = 0
         elif self.mode == "auto":
             self._from = staged_from(self._costs, self._out, self._staged, self._use, self._max_tokens)
+
+
+def _left_in_place(slab: ExpertSlab, regions: Sequence[StagedRegion]) -> list[set[int]]:
+    """Per layer, the experts on the host for which the buffers have no room; empty where all have."""
+    if not any(region.left for region in regions):
+        return []
+    on_host = experts_in(slab, Tier.HOST)
+    return [set(experts).difference(region.slots) for experts, region in zip(on_host, regions, strict=True)]
 
 
 def staging_costs(settings: VampSettings, hf_config: Any, layer: Any, expert_bytes: int) -> StagingCosts:

@@ -24,7 +24,7 @@ from vamp_integration.agreement import make_agreement
 from vamp_integration.cold_reads import ColdReads
 from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
 from vamp_integration.hit_counts import HitCounts
-from vamp_integration.host_reads import HostReads, experts_in
+from vamp_integration.host_reads import HostReads, StagedAhead, experts_in
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
 from vamp_kernels import ranges
@@ -82,8 +82,9 @@ class VampWorkerMixin:
             raise ConfigError("load_format: VAMP's worker needs --load-format vamp")
         self._memory = memory
         self._hit_counts = HitCounts(memory.hits)
-        self._host_reads = HostReads(memory.slab.geometry.expert_bytes)
-        self._peer_reads = HostReads(memory.slab.geometry.expert_bytes)
+        expert_bytes, staging = memory.slab.geometry.expert_bytes, memory.staging
+        self._host_reads = HostReads(expert_bytes, StagedAhead if staging is None else staging.so_far)
+        self._peer_reads = HostReads(expert_bytes)
         geometry, groups = memory.slab.geometry, group_of(memory.slab)
         self._use = DecayedUse(groups, geometry.groups)
         self._cold_reads = ColdReads(groups, geometry.groups, geometry.max_level)
@@ -257,15 +258,16 @@ class VampWorkerMixin:
         return put_report(output, report)
 
     def _figures(self) -> MemoryFigures:
-        ledger = self._memory.ledger
+        ledger, staging = self._memory.ledger, self._memory.staging
         return MemoryFigures(
             pages={kind.value: pages for kind, pages in ledger.by_kind().items()},
             page_bytes=ledger.page_bytes,
             home_bytes_copied=self._home_bytes_copied,
             host_bytes_read=self._host_reads.nbytes,
+            staged_bytes=0 if staging is None else staging.nbytes,
             peer_bytes_read=self._peer_reads.nbytes,
             home_pages=home_pages(self._memory.slab.geometry),
-            staging=StagingSeconds() if self._memory.staging is None else self._memory.staging.seconds,
+            staging=StagingSeconds() if staging is None else staging.seconds,
         )
 
     def _capacity(self, pages: int) -> Capacity:

@@ -93,7 +93,7 @@ def rows(figures: ServerFigures) -> list[tuple[str, str]]:
         ),
         ("host reads", f"{bytes_text(vamp['moe_host_read_bytes'])} by MoE layers (estimated)"),
         *_peer_rows(vamp),
-        ("staging", _seconds(vamp["staging_seconds"])),
+        ("staging", f"{bytes_text(vamp['staged_bytes'])} copied; {_seconds(vamp['staging_seconds'])}"),
         ("decisions", _kinds(vamp["decisions"]) or "none"),
         ("predicted cost", _seconds(vamp["predicted_cost_seconds"])),
         ("realized cost", _seconds(vamp["realized_cost_seconds"])),

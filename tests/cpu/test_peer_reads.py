@@ -66,7 +66,7 @@ def test_a_staged_step_reads_the_peer_in_place(rig: Rig, by_record: bool) -> Non
     geometry, poison = rig.geometry, b"\xff" * rig.geometry.staging_records * rig.geometry.expert_bytes
     rig.driver.write(rig.slab.address(0, 0, geometry.own_slots), poison)
     for layer in range(geometry.layers):
-        with staging.ahead(layer):
+        with staging.ahead(layer, tokens=1):
             for expert, slot in enumerate(staging.slots[layer].tolist()):
                 assert rig.expert(layer, expert, slot) == rig.weights[layer][expert]
                 assert (geometry.own_slots <= slot < geometry.home_slot_base) is (expert in (4, 5, 6, 7))

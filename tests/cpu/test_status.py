@@ -38,6 +38,8 @@ VALUES = {
     ("moves", "offload"): 3,
     ("predicted_cost_seconds", "expand"): 0.25,
     ("moved_bytes", "experts_to_kv"): 3 << 20,
+    ("staged_bytes", ""): 5 << 30,
+    ("staging_seconds", "hidden"): 0.125,
 }
 
 
@@ -96,6 +98,7 @@ def test_the_table_says_what_the_page_says(
         "expand 250.0 ms",
         "experts to kv 3.0 MiB",
         "offload 3; failed 0",
+        "5.00 GiB copied; hidden 125.0 ms",
     ):
         assert text in out, out
 

@@ -15,7 +15,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vamp_integration import graph_bypass, moe_kernel, plan
 from vamp_integration.experts import ExpertRouting
-from vamp_integration.placement import _views
+from vamp_integration.host_reads import experts_in
+from vamp_integration.placement import ExpertMemory, _views
 from vamp_integration.settings import VampSettings
 from vamp_integration.staged_experts import StagedExperts, unstageable
 from vamp_integration.staging import Staging, staging_costs, use_staging
@@ -23,6 +24,7 @@ from vamp_integration.worker import VampWorkerMixin
 from vamp_kernels.arguments import MoeArguments, check_for_kernels
 from vamp_kernels.fused_moe import fused_moe_torch
 from vamp_runtime.errors import ConfigError
+from vamp_runtime.memory.driver import Tier
 from vamp_runtime.memory.geometry import SlabGeometry
 from vamp_runtime.memory.host import HostDriver
 from vamp_runtime.memory.ledger import PageLedger
@@ -199,7 +201,10 @@ def test_the_papers_staging_needs_room_for_the_region() -> None:
 
 
 class _Engine:
-    """vLLM's worker, of which only the figure for the KV cache counts."""
+    """vLLM's worker, of which only the model and the figure for the KV cache count."""
+
+    def load_model(self) -> None:
+        pass
 
     def determine_available_memory(self) -> int:
         return 8 << 30
@@ -207,6 +212,27 @@ class _Engine:
 
 class _Worker(VampWorkerMixin, _Engine):  # type: ignore[misc]
     pass
+
+
+def test_a_worker_reports_what_it_has_staged_and_what_else_was_read(rank: Rank) -> None:
+    worker, staging, experts = _Worker(), rank.staging("region"), SIZES.experts
+    memory = ExpertMemory(rank.driver, rank.slab.ledger, rank.slab, torch.zeros(1), None, staging)
+    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(vamp_memory=memory))
+    load = SimpleNamespace(load_format="vamp")
+    worker.vllm_config = SimpleNamespace(load_config=load, additional_config={}, kv_transfer_config=None)
+    worker.load_model()
+    assert rank.boundary.offload(2).ok
+    staging.update()
+    for layer in range(SIZES.layers):
+        assert staging.wanted(30)
+        with staging.ahead(layer, 30):
+            pass
+    hosted, hits = experts_in(rank.slab, Tier.HOST), [[10] * experts] * SIZES.layers
+    worker._host_reads.look(None, 9, hosted)
+    worker._host_reads.look(hits, 1, hosted)
+    figures = worker._figures()
+    assert figures.staged_bytes == 2 * SIZES.layers * SIZES.expert_bytes
+    assert figures.host_bytes_read == 0, "all 60 hits of a layer are those of the staged step"
 
 
 @pytest.mark.parametrize(("budget", "taken"), [(8 << 30, 504 << 20), (None, 0)])
