@@ -64,8 +64,8 @@ class HostReads:
 
         Args:
             hits: ``[layers][experts]``, counted since start; one that has fallen was set to 0 meanwhile.
-                ``None`` where they have not arrived: the next look counts these steps too.
-            steps: since the last look, 1 or more.
+                ``None`` where they have not arrived.
+            steps: in which the hits since the last look were counted; those of a look without hits are added.
             hosted: per layer, the experts that are read from there.
         """
         self._steps += steps

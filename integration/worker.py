@@ -213,6 +213,7 @@ class VampWorkerMixin:
         """Order groups by measured use: in the same step on every rank, also while a move is under way."""
         counted = self._hit_counts.poll(self._steps)
         if counted is None:
+            self._host_reads.look(None, 0, ())  # what has been staged until now belongs to the next counts
             return
         slab, (counts, steps) = self._memory.slab, counted
         movable, front = slab.geometry.movable_groups, self._mover.ahead_levels
