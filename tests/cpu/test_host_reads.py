@@ -70,14 +70,14 @@ def test_what_is_staged_in_every_step_is_not_read_in_place() -> None:
 def test_hits_of_staged_steps_are_taken_off() -> None:
     draw, hits, touched = random.Random(2), [[0] * 32], 0
     weights = [*range(1, 32), 500]
-    for step in range(400):
-        routed = draw.choices(range(32), weights, k=6 if step % 3 else 500)
+    for step in range(3000):
+        routed = draw.choices(range(32), weights, k=60 if step % 3 else 500)
         touched += len({*routed} - {31}) if step % 3 else 0
         for expert in routed:
             hits[0][expert] += 1
-    staged = StagedAhead(steps=134, hits=134 * 500)
-    assert lagging(1000, staged, hits, 400).nbytes == pytest.approx(1000 * touched, rel=0.03)
-    assert lagging(1000, StagedAhead(), hits, 400).nbytes > 1.2 * 1000 * touched
+    staged = StagedAhead(steps=1000, hits=1000 * 500)
+    assert lagging(1000, staged, hits, 3000).nbytes == pytest.approx(1000 * touched, rel=0.03)
+    assert lagging(1000, StagedAhead(), hits, 3000).nbytes > 1.2 * 1000 * touched
 
 
 def test_experts_without_room_are_read_in_place_in_every_step() -> None:
