@@ -149,12 +149,13 @@ class Shrinker:
     def _exercise(self) -> None:
         """Diagnostic: up a level every so many steps until the bound, then down again, for ever."""
         controller = self.arbiter.controller
-        if controller.moving or self._steps % self.settings.exercise_steps or controller.max_level == 0:
-            return
+        # Also while a level is on its way that a request waits for: it is not to go back at once.
         if controller.level == controller.max_level:
             self._rising = False
         elif controller.level == 0:
             self._rising = True
+        if controller.moving or self._steps % self.settings.exercise_steps or controller.max_level == 0:
+            return
         if self._rising:
             self.arbiter.levels.draw_surplus()
             self.arbiter.levels.want(1)
