@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm.envs as envs
 
+from vamp_integration.model_rules import ARCHITECTURE, NO_EXPERTS, QUANTIZATION, Refusal, refused_experts
 from vamp_integration.settings import LOAD_FORMAT
 from vamp_integration.supported import refused_architecture, refused_quantization
 from vamp_runtime.errors import ConfigError
@@ -41,18 +42,23 @@ class Rule(NamedTuple):
         value = self.value(config)
         if self.works(value):
             return None
-        return f"{self.setting}: {value} does not work with VAMP: {self.reason}; {self.remedy}"
+        return Refusal(self.setting, self.reason, self.remedy).message(value)
 
 
 def check_engine(config: VllmConfig) -> None:
     """Raise ``ConfigError`` (one line) for the first rule that ``config`` violates."""
     for rule in RULES:
         if (message := rule.message(config)) is not None:
-            raise ConfigError(" ".join(message.split()))
+            raise ConfigError(message)
 
 
 def _off(value: Any) -> bool:
     return not value
+
+
+def _model_rule(refusal: Refusal, value: Callable[[VllmConfig], str]) -> Rule:
+    """The rule of a refusal that ``vamp doctor`` makes too, from a model's ``config.json``."""
+    return Rule(refusal.setting, value, _off, refusal.reason, refusal.remedy)
 
 
 def _one(value: Any) -> bool:
@@ -131,27 +137,9 @@ RULES: tuple[Rule, ...] = (
         "VAMP needs its own scheduler",
         "leave --scheduler-cls out",
     ),
-    Rule(
-        "--model",
-        lambda c: "a model without routed experts" if not c.model_config.is_moe else "",
-        _off,
-        "there are no experts to move",
-        "serve it without VAMP, or serve a mixture-of-experts model",
-    ),
-    Rule(
-        "--model",
-        refused_architecture,
-        _off,
-        "it moves experts that are gated, without biases and of one shape, built by vLLM's own model",
-        "serve it without VAMP",
-    ),
-    Rule(
-        "--quantization",
-        refused_quantization,
-        _off,
-        "it moves experts in bf16, fp16 or, on a GPU, fp8 in blocks",
-        "serve such a checkpoint of the model, or this one without VAMP",
-    ),
+    _model_rule(NO_EXPERTS, lambda c: refused_experts(c.model_config.is_moe)),
+    _model_rule(ARCHITECTURE, refused_architecture),
+    _model_rule(QUANTIZATION, refused_quantization),
     Rule(
         "--enable-elastic-ep",
         lambda c: c.parallel_config.enable_elastic_ep,

@@ -2,19 +2,20 @@
 
 It needs every routed expert of a layer as two weights in one shape, bf16, fp16 or fp8 in blocks, that vLLM's
 Triton experts (on a CPU, its unquantized ones) read at any stride between experts, chosen by ids that name
-the layer's experts. What a configuration tells is checked before anything starts (``refusals.py``); the rest
-on the layers that vLLM has built, before a weight is read.
+the layer's experts. What a configuration tells is checked before anything starts (``refusals.py``, by
+``model_rules.py``); the rest on the layers that vLLM has built, before a weight is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from vamp_integration import model_rules
 from vamp_integration.experts import VampRoutedExperts
 from vamp_integration.log import logger
 from vamp_integration.moe_kernel import misfit
@@ -41,22 +42,6 @@ TESTED = frozenset(
     }
 )
 
-#: Architectures whose layers would be refused later, once they are built.
-REFUSED = {
-    "DbrxForCausalLM": "experts in a class of their own",
-    "DeepseekV41ForCausalLM": "experts quantized to mxfp4",
-    "DeepseekV4ForCausalLM": "experts quantized to mxfp4",
-    "DeepseekV4ForConditionalGeneration": "experts quantized to mxfp4",
-    "Ernie4_5_VLMoeForConditionalGeneration": "text and vision experts of two shapes",
-    "GptOssForCausalLM": "experts with biases",
-    "Llama4ForCausalLM": "router weights on the experts' input",
-    "Llama4ForConditionalGeneration": "router weights on the experts' input",
-    "LongcatFlashForCausalLM": "experts without weights",
-    "LongcatFlashNgramForCausalLM": "experts without weights",
-    "NemotronHForCausalLM": "experts without a gate",
-    "NemotronHPuzzleForCausalLM": "experts without a gate",
-}
-
 #: vLLM's methods whose weights stay as they are in the checkpoint, where their scales are of blocks.
 BLOCK_METHODS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 
@@ -66,34 +51,14 @@ def refused_architecture(config: VllmConfig) -> str:
     model = config.model_config
     if model.using_transformers_backend():
         return f"{model.architectures[0]} through vLLM's Transformers backend"
-    reason = REFUSED.get(model.architecture)
-    return f"{model.architecture} ({reason})" if reason else ""
+    return model_rules.refused_architecture(model.architecture)
 
 
 def refused_quantization(config: VllmConfig) -> str:
     """The quantization that VAMP cannot serve, or an empty string."""
-    name = config.model_config.quantization
-    if name is None:
-        return ""
-    if config.device_config.device_type == "cpu":
-        return f"{name} on a CPU"
     table = config.model_config.model_arch_config.quantization_config or {}
-    blocks = table.get("weight_block_size") if name == "fp8" else _compressed_blocks(name, table)
-    if blocks:
-        return ""
-    return f"{name} without weight_block_size" if name == "fp8" else name
-
-
-def _compressed_blocks(name: str, table: dict[str, Any]) -> bool:
-    """Whether a compressed-tensors checkpoint has fp8 weights in blocks and nothing else."""
-    groups = table.get("config_groups")
-    if name != "compressed-tensors" or not isinstance(groups, dict) or not groups:
-        return False
-    weights = [group.get("weights") or {} for group in groups.values()]
-    return all(
-        weight.get("type") == "float" and weight.get("num_bits") == 8 and weight.get("strategy") == "block"
-        for weight in weights
-    )
+    device = config.device_config.device_type
+    return model_rules.refused_quantization(config.model_config.quantization, table, device)
 
 
 def routed_experts(model: nn.Module) -> list[VampRoutedExperts]:

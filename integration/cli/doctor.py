@@ -18,6 +18,7 @@ from vamp_integration.doctor.checks import Needs, diagnose
 from vamp_integration.doctor.findings import Finding
 from vamp_integration.doctor.probe import probe
 from vamp_integration.home_room import check_homes
+from vamp_integration.model_rules import check_model
 from vamp_integration.plan import check_plan, hardware_profile
 from vamp_profiles import ProfileError
 from vamp_runtime.errors import ConfigError
@@ -66,24 +67,35 @@ def doctor(
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The text part of a checkpoint's ``config.json``. Raises ``ConfigError`` where there is none."""
-    path = Path(model) / "config.json"
+    """A checkpoint's ``config.json``. Raises ``ConfigError`` where there is none."""
+    config = _read_json(Path(model) / "config.json")
+    separate = Path(model) / "hf_quant_config.json"  # where older releases of ModelOpt describe the weights
+    if "quantization_config" not in config and separate.is_file():
+        return {**config, "quantization_config": _read_json(separate)}
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model: {path} cannot be read ({error}); give the folder of a checkpoint"
         ) from None
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"--model: {path} is no JSON object; give the folder of a checkpoint")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return value
 
 
-def model_needs(name: str, config: Any, chosen: settings.VampSettings, ranks: int, device: str) -> Needs:
+def model_needs(
+    name: str, config: dict[str, Any], chosen: settings.VampSettings, ranks: int, device: str
+) -> Needs:
     """What the model asks of this host: the checks that the engine makes at its start."""
+    text = config.get("text_config")
     try:
-        geometry = check_plan(chosen, config, ranks, None, device)
+        check_model(config, device)
+        merged = {**config, **text} if isinstance(text, dict) else config
+        geometry = check_plan(chosen, merged, ranks, None, device)
         if geometry is None:
             return Needs(name)
         return Needs(name, geometry.host_home_bytes, ranks, check_homes(chosen, geometry, ranks))

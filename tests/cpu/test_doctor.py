@@ -14,6 +14,7 @@ import pytest
 from support.qwen3_next import CONFIG
 from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda, install
 
+from vamp_integration import model_rules
 from vamp_integration.cli import doctor as command
 from vamp_integration.cli.main import main
 from vamp_integration.doctor.checks import Needs, diagnose
@@ -268,6 +269,95 @@ def test_a_models_homes_are_held_against_the_host(
     assert run(monkeypatch, GPU_BOX, "--model", str(tmp_path), "--json", *ratio) == 1
     (model,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["check"] == "model"]
     assert "0.5 needs 36.00 GiB" in model["text"] and model["remedy"].startswith("use 0.41, ")
+
+
+DENSE = {name: value for name, value in CONFIG.items() if "expert" not in name and "moe" not in name}
+
+
+def config_json(architecture: str, **fields: Any) -> dict[str, Any]:
+    return {**CONFIG, "architectures": [architecture], **fields}
+
+
+def quantized(method: str, **table: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **table}}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            config_json("GptOssForCausalLM", **quantized("mxfp4")),
+            "--model: GptOssForCausalLM (experts with biases) does not work with VAMP: it moves experts that",
+        ),
+        (
+            {"architectures": ["Llama4ForConditionalGeneration"], "text_config": CONFIG},
+            "--model: Llama4ForConditionalGeneration (router weights on the experts' input) does not work",
+        ),
+        (
+            {**config_json("DbrxForCausalLM"), "num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            "--model: DbrxForCausalLM (experts in a class of their own) does not work with VAMP",
+        ),
+        (
+            config_json("Qwen3MoeForCausalLM", **quantized("awq", bits=4)),
+            "--quantization: awq does not work with VAMP: it moves experts in bf16",
+        ),
+        (
+            config_json("Qwen3MoeForCausalLM", text_config={**CONFIG, **quantized("gptq")}),
+            "--quantization: gptq does not work with VAMP",
+        ),
+        (config_json("Qwen3MoeForCausalLM", **quantized("fp8")), "--quantization: fp8 without weight_block_"),
+        (
+            config_json("Qwen3MoeForCausalLM", quantization_config={"producer": {"name": "modelopt"}}),
+            "--quantization: modelopt does not work",
+        ),
+        (
+            config_json("Qwen3MoeForCausalLM", compression_config={"quant_method": "compressed_tensors"}),
+            "--quantization: compressed-tensors does not work",
+        ),
+        (
+            {**DENSE, "architectures": ["Qwen3ForCausalLM"]},
+            "--model: a model without routed experts does not work with VAMP: there are no experts to move",
+        ),
+        ({**DENSE, "num_experts": 0}, "--model: a model without routed experts"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_in_the_engines_words(
+    config: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(monkeypatch, GPU_BOX, "--model", str(tmp_path), "--json") == 1
+    problems = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["status"] == "problem"]
+    assert [problem["check"] for problem in problems] == ["model"]
+    assert problems[0]["text"].startswith(says) and problems[0]["remedy"].startswith("serve ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        quantized("fp8", weight_block_size=[128, 128]),
+        quantized(
+            "compressed-tensors",
+            config_groups={"all": {"weights": {"type": "float", "num_bits": 8, "strategy": "block"}}},
+        ),
+    ],
+)
+def test_a_model_that_can_be_served_is_not(fields: dict[str, Any]) -> None:
+    config = config_json("Qwen3MoeForCausalLM", **fields)
+    model_rules.check_model(config, "cuda")
+    if fields:
+        with pytest.raises(ConfigError, match=r"^--quantization: .* on a CPU does not work"):
+            model_rules.check_model(config, "cpu")
+
+
+def test_quantization_is_read_from_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
+    assert model_rules.quantization(command.read_config(str(tmp_path)))[0] == "modelopt"
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

@@ -342,10 +342,10 @@ def _proven(folder: Path, work: dict[str, int], options: dict[str, Any]) -> dict
 
 def refused_late(model: str, **options: Any) -> Any:
     """The ``ConfigError`` of an engine whose configuration passes, whatever its architecture."""
-    from vamp_integration import supported
+    from vamp_integration import model_rules
     from vamp_runtime.errors import ConfigError
 
-    supported.REFUSED.clear()
+    model_rules.REFUSED.clear()
     try:
         Rig(model, vamp={}, **options)
     except ConfigError as error:
