@@ -22,6 +22,7 @@ from vamp_integration.kv_offload import VampOffloadingConnector
 from vamp_integration.levels import Levels
 from vamp_integration.measured import EngineFacts, Measured
 from vamp_integration.pool import VampBlockPool
+from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import StepCommand
 from vamp_runtime.policy.decide import Action, Decision, decide
 from vamp_runtime.policy.situation import Situation
@@ -135,17 +136,28 @@ class Arbiter:
             self.journal.not_this_step += 1
             return need
         fresh = need - len(hits) + extra
-        clean = len(blocks := self.pool.clean(fresh, hits))
-        if fresh <= clean:
-            return need
+        blocks = self.pool.clean(fresh, hits)
+        return need if fresh <= len(blocks) else self._weigh(need, fresh, blocks, hits, request, running)
+
+    @ranged("decide")
+    def _weigh(
+        self,
+        need: int,
+        fresh: int,
+        blocks: Sequence[KVCacheBlock],
+        hits: Collection[KVCacheBlock],
+        request: Any,
+        running: bool,
+    ) -> int:
+        """``weigh``, where ``blocks``, the clean ones, are fewer than the ``fresh`` ones needed."""
         decision = self._decide(fresh, blocks, hits, request, running)
-        keep = self.measured is not None and self._does_without(decision, fresh - clean)
+        keep = self.measured is not None and self._does_without(decision, fresh - len(blocks))
         if self.pool.cordon_limit is not None and not keep:
             # Pressure is back before the tail was given away: keep it.
             self.pool.lift_cordon()
             self.levels.last_growth_at = time.monotonic()
-            clean = len(blocks := self.pool.clean(fresh, hits))
-            if fresh <= clean:
+            blocks = self.pool.clean(fresh, hits)
+            if fresh <= len(blocks):
                 return need
             decision = self._decide(fresh, blocks, hits, request, running)
         if self.measured is not None and self.pool.cordon_limit is None:

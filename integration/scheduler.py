@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vamp_integration import metrics, settings
+from vamp_integration import metrics, profiler_ranges, settings
 from vamp_integration.arbiter import Arbiter
 from vamp_integration.commands import get_report, put_command
 from vamp_integration.costs import engine_costs
@@ -53,6 +53,7 @@ class VampSchedulerMixin:
         config = self.vllm_config  # type: ignore[attr-defined]
         chosen = settings.of(config)
         assert chosen is not None, "VAMP's scheduler needs --load-format vamp"
+        profiler_ranges.follow(chosen)
         kv, block_size = self.kv_cache_config, self.block_size  # type: ignore[attr-defined]
         chosen = resolve_policy(chosen, kv, block_size, current_platform.is_cpu())
         pool = VampBlockPool.adopt(self.kv_cache_manager.block_pool)

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vamp_integration import kv_memory, plan, settings
+from vamp_integration import kv_memory, plan, profiler_ranges, settings
 from vamp_integration.agreement import make_agreement
 from vamp_integration.cold_reads import ColdReads
 from vamp_integration.commands import MemoryFigures, Report, get_command, put_report
@@ -27,7 +27,6 @@ from vamp_integration.hit_counts import HitCounts
 from vamp_integration.host_reads import HostReads, StagedAhead, experts_in
 from vamp_integration.log import logger
 from vamp_integration.placement import ExpertMemory
-from vamp_kernels import ranges
 from vamp_kernels.ranges import ranged
 from vamp_runtime.controller import Capacity, StepCommand
 from vamp_runtime.errors import ConfigError, DriverError
@@ -74,8 +73,7 @@ class VampWorkerMixin:
     _steps: int = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if self._settings().nvtx:
-            ranges.install(torch.cuda.nvtx.range)
+        profiler_ranges.follow(self._settings())
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         memory = getattr(self.model_runner.get_model(), "vamp_memory", None)  # type: ignore[attr-defined]
         if memory is None:
@@ -176,6 +174,7 @@ class VampWorkerMixin:
         hits: list[list[int]] = self._memory.hits.tolist()
         return hits
 
+    @ranged("obey")
     def _obey(self, command: StepCommand | None, idle: bool) -> None:
         """Carry moves on and begin those that the step brings; ``idle`` steps may as well wait for one."""
         move = command.move if command is not None else None
@@ -209,6 +208,7 @@ class VampWorkerMixin:
             self._boundary.region.claim(self._claim)
             self._claim = None
 
+    @ranged("order by use")
     def _order_by_use(self) -> None:
         """Order groups by measured use: in the same step on every rank, also while a move is under way."""
         counted = self._hit_counts.poll(self._steps)

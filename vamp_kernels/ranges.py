@@ -2,9 +2,9 @@
 
 Here they are ``layer`` and, inside it, ``quantize`` (of the tokens, for fp8), ``route``, ``copy``, ``up``,
 ``down`` and ``combine``. With few tokens ``up`` and ``down`` do the rest as well. Ranges surround launches,
-not kernels: a graph's replays have none. Users of the kernels have others for what they do around them:
-``step``, ``move`` with ``redirect``, ``prepare``, ``agree``, ``publish`` and ``abandon`` inside it, ``clear``
-and ``cover ahead`` after it, ``home refresh``, and ``staging``, the copies ahead of a layer.
+not kernels: a graph's replays have none. Users of the kernels have others for what they do around them,
+``PHASES``; docs/profiling.md says around what each stands. A range begins and ends in one call on one thread,
+and so what spans threads has none of its own: of a move beside steps only the phases do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS = ("layer", "quantize", "route", "copy", "up", "down", "combine")
-MOVE = ("move", "request", "redirect", "prepare", "agree", "publish", "clear", "abandon", "cover ahead")
-PHASES = ("step", *MOVE, "home refresh", "staging")
+WALK = ("request", "redirect", "prepare", "agree", "publish", "abandon")
+MOVE = ("move", *WALK, "slot table", "clear", "cover ahead")
+PHASES = ("decide", "step", "obey", *MOVE, "order by use", "home refresh", "staging")
 _installed: Callable[[str], AbstractContextManager[object]] | None = None
 
 

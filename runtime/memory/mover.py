@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from vamp_kernels.ranges import ranged
 from vamp_runtime.errors import DriverError
 from vamp_runtime.memory.boundary import Boundary, Move, MoveKind, Outcome
 
@@ -50,7 +51,7 @@ class Mover:
         beside: bool = True,
     ) -> None:
         self._boundary = boundary
-        self._slots_changed = slots_changed
+        self._slots_changed = ranged("slot table")(slots_changed)
         self._end_process = end_process
         self._beside = beside
         self._thread = ThreadPoolExecutor(1, "vamp-mover", initializer=thread_begins)
