@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vamp_integration import settings
-from vamp_integration.doctor.checks import Needs, diagnose
+from vamp_integration.doctor.checks import diagnose
 from vamp_integration.doctor.findings import Finding
+from vamp_integration.doctor.memory import Needs
 from vamp_integration.doctor.probe import probe
 from vamp_integration.home_room import check_homes
 from vamp_integration.model_rules import check_model
@@ -56,7 +57,7 @@ def doctor(
     needs = None
     if model is not None:
         needs = model_needs(model, config, chosen, tensor_parallel_size, facts.device)
-    findings = diagnose(facts, hardware, needs, chosen.peer_hbm_gib)
+    findings = diagnose(facts, hardware, needs, chosen.peer_hbm_gib, tensor_parallel_size)
     blocked = any(finding.status == "problem" for finding in findings)
     if as_json:
         typer.echo(json.dumps(report(facts, findings, blocked)))
@@ -91,16 +92,17 @@ def model_needs(
     name: str, config: dict[str, Any], chosen: settings.VampSettings, ranks: int, device: str
 ) -> Needs:
     """What the model asks of this host: the checks that the engine makes at its start."""
-    text = config.get("text_config")
+    text, home_bytes = config.get("text_config"), 0
     try:
         check_model(config, device)
         merged = {**config, **text} if isinstance(text, dict) else config
         geometry = check_plan(chosen, merged, ranks, None, device)
         if geometry is None:
             return Needs(name)
-        return Needs(name, geometry.host_home_bytes, ranks, check_homes(chosen, geometry, ranks))
+        home_bytes = geometry.host_home_bytes
+        return Needs(name, home_bytes, check_homes(chosen, geometry, ranks))
     except (ConfigError, ProfileError) as error:
-        return Needs(name, problem=str(error))
+        return Needs(name, home_bytes, problem=str(error))
 
 
 def report(facts: Any, findings: list[Finding], blocked: bool) -> dict[str, Any]:

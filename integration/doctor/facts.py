@@ -31,6 +31,7 @@ class Gpu:
         trial: why a page of each tier could not be mapped, used and given back; empty: it could.
         host_to_device: copy rate in B/s; ``None`` where it could not be measured.
         peers: GPUs whose HBM it can reach, with the room that was asked for.
+        nodes: ``numa_node`` of every visible GPU, by ordinal.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Gpu:
     trial: str = ""
     host_to_device: float | None = None
     peers: tuple[Peer, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from vamp_integration.doctor.facts import Gpu
@@ -18,6 +19,7 @@ COPIES = 5
 
 _VMM = "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
 _HOST_VMM = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
+_NODE = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID"
 _CAPABILITY = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
 
 
@@ -46,8 +48,16 @@ def _describe(api: CudaApi) -> Gpu:
         free=int(free),
         vmm=bool(api.attribute(_VMM)),
         host_vmm=bool(api.attribute(_HOST_VMM)),
-        numa_node=api.attribute("CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID"),
+        numa_node=api.attribute(_NODE),
+        nodes=tuple(_nodes(api)),
     )
+
+
+def _nodes(api: CudaApi) -> Iterator[int]:
+    """NUMA node of every visible GPU; needs no context on them."""
+    attribute = getattr(api.driver.CUdevice_attribute, _NODE)
+    for ordinal in range(api.plain("cuDeviceGetCount")):
+        yield int(api.plain("cuDeviceGetAttribute", attribute, api.plain("cuDeviceGet", ordinal)))
 
 
 def _try(gpu: Gpu, device: int, copy_bytes: int) -> Gpu:

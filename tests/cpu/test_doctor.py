@@ -17,9 +17,10 @@ from support.simulated_cuda import GRANULARITY, CUresult, SimulatedCuda, install
 from vamp_integration import model_rules
 from vamp_integration.cli import doctor as command
 from vamp_integration.cli.main import main
-from vamp_integration.doctor.checks import Needs, diagnose
+from vamp_integration.doctor.checks import diagnose
 from vamp_integration.doctor.facts import Facts, Gpu, NumaNode
 from vamp_integration.doctor.findings import Finding
+from vamp_integration.doctor.memory import Needs
 from vamp_integration.doctor.probe import numa_nodes, parse_cpus, probe
 from vamp_integration.doctor.probe_gpu import probe_gpu
 from vamp_profiles import load_hardware
@@ -28,7 +29,7 @@ from vamp_runtime.memory.host_memory import CgroupLimit, HostMemory, Room
 from vamp_runtime.memory.peer import Peer
 
 GIB = 1 << 30
-H200 = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 138 * GIB, True, True, 1, 2 << 20, "", 52e9)
+H200 = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 138 * GIB, True, True, 1, 2 << 20, "", 52e9, (), (1, 0))
 GPU_BOX = Facts(
     python=(3, 12),
     packages={"vllm": "0.32.0", "torch": "2.13.0", "triton": "3.7.1", "cuda-bindings": "13.0.3"},
@@ -50,11 +51,16 @@ CPU_BOX = Facts(
     host=HostMemory(16 * GIB, 12 * GIB, CgroupLimit("/memory.max", 8 * GIB, 2 * GIB)),
     gpu_missing="no driver",
 )
-NEEDS = Needs("m", 18 * GIB, 1, Room(100 * GIB, "what the system has available"))
+NEEDS = Needs("m", 18 * GIB, Room(100 * GIB, "what the system has available"))
 
 
-def findings(facts: Facts, needs: Needs | None = None) -> list[Finding]:
-    return diagnose(facts, load_hardware("cpu" if facts.device == "cpu" else "h200"), needs)
+def findings(facts: Facts, needs: Needs | None = None, ranks: int = 1) -> list[Finding]:
+    hardware = load_hardware("cpu" if facts.device == "cpu" else "h200")
+    return diagnose(facts, hardware, needs, ranks=ranks)
+
+
+def found(check: str, facts: Facts, needs: Needs | None = None, ranks: int = 1) -> list[Finding]:
+    return [each for each in findings(facts, needs, ranks) if each.check == check]
 
 
 def worst(facts: Facts, needs: Needs | None = None) -> list[tuple[str, str]]:
@@ -132,16 +138,92 @@ def test_each_fault_is_found_and_comes_with_a_remedy(
 
 
 @pytest.mark.parametrize(
-    ("needs", "status", "says"),
+    ("needs", "ranks", "status", "says"),
     [
-        (replace(NEEDS, ranks=5), "warning", "90.00 GiB of host memory (5 ranks)"),
-        (replace(NEEDS, room=None), "warning", "does not name the sizes"),
-        (Needs("m", problem="max_offload_ratio: 0.5 needs much; use 0.1"), "problem", "needs much"),
+        (NEEDS, 5, "warning", "90.00 GiB of host memory (5 ranks)"),
+        (replace(NEEDS, room=None), 1, "warning", "does not name the sizes"),
+        (Needs("m", problem="max_offload_ratio: 0.5 needs much; use 0.1"), 1, "problem", "needs much"),
     ],
 )
-def test_what_a_model_needs(needs: Needs, status: str, says: str) -> None:
-    (finding,) = [each for each in findings(GPU_BOX, needs) if each.check == "model"]
+def test_what_a_model_needs(needs: Needs, ranks: int, status: str, says: str) -> None:
+    (finding,) = found("model", GPU_BOX, needs, ranks)
     assert finding.status == status and says in finding.text and finding.remedy
+
+
+def host(available: float, room: float | None = None) -> Facts:
+    """A machine with these GiB available, and left under the limit of its cgroup."""
+    limit = None if room is None else CgroupLimit("/memory.max", 64 * GIB, int((64 - room) * GIB))
+    return replace(GPU_BOX, host=HostMemory(128 * GIB, int(available * GIB), limit))
+
+
+@pytest.mark.parametrize(
+    ("facts", "needs", "ranks", "status", "says"),
+    [
+        (host(100, 0), None, 1, "problem", "the limit of 64.0 GiB in /memory.max leaves 0.0, and an engine"),
+        (host(100, 3.5), None, 1, "warning", "leaves 3.5, and an engine's processes need a few GiB"),
+        (host(100, 4), None, 1, "ok", "leaves 4.0"),
+        (host(0.5), None, 1, "warning", "0.5 GiB available, no cgroup limit, and"),
+        (host(100, 22), NEEDS, 1, "ok", "leaves 22.0"),
+        (host(100, 21), NEEDS, 1, "warning", "leaves 21.0; home pages take 18.0, and an engine's processes"),
+        (host(100, 22), NEEDS, 2, "problem", "leaves 22.0; home pages take 36.0"),
+        (host(30, 60), NEEDS, 2, "warning", "leaves 60.0; home pages take 36.0"),
+        (host(30), NEEDS, 2, "warning", "30.0 GiB available, no cgroup limit; home pages take 36.0"),
+    ],
+)
+def test_host_memory_that_is_short_is_said(
+    facts: Facts, needs: Needs | None, ranks: int, status: str, says: str
+) -> None:
+    (finding,) = found("host memory", facts, needs, ranks)
+    assert finding.status == status and says in finding.text
+    assert bool(finding.remedy) is (status != "ok")
+    assert ("lower max_offload_ratio" in finding.remedy) is (needs is not None and status != "ok")
+
+
+def on_nodes(*nodes: int, free: int = 50) -> Facts:
+    numa = {number: NumaNode(64 * GIB, free * GIB, True) for number in (0, 1)}
+    return replace(GPU_BOX, gpu=replace(H200, numa_node=nodes[0], nodes=nodes), numa=numa)
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks", "says"),
+    [
+        (on_nodes(1, 1, 1, 1), 2, ["ok: the GPUs of 2 ranks are on node 1 of 2"]),
+        (on_nodes(1, 1, 1, 1), 4, ["warning: home pages of 4 ranks take 72.0 GiB of it"]),
+        (
+            on_nodes(0, 0, 1, 1),
+            4,
+            [
+                "ok: the GPUs of 2 ranks are on node 0 of 2",
+                "ok: the GPUs of 2 ranks are on node 1 of 2",
+            ],
+        ),
+        (
+            on_nodes(0, 0, 0, 1),
+            4,
+            ["warning: home pages of 3 ranks take 54.0 GiB of it", "ok: the GPU is on node 1"],
+        ),
+        (on_nodes(0, 0, 0, 1), 1, ["ok: the GPU is on node 0 of 2"]),
+        (on_nodes(0, -1), 2, ["warning: names no node", "ok: the GPU is on node 0 of 2"]),
+    ],
+)
+def test_a_node_holds_the_homes_of_the_ranks_on_it(facts: Facts, ranks: int, says: list[str]) -> None:
+    lines = found("NUMA", facts, NEEDS, ranks)
+    assert [line.status for line in lines] == [text.partition(": ")[0] for text in says]
+    assert all(text.partition(": ")[2] in line.text for text, line in zip(says, lines, strict=True))
+
+
+def test_a_server_on_two_nodes_is_bound_to_both() -> None:
+    numa = {0: NumaNode(64 * GIB, 50 * GIB, True), 1: NumaNode(64 * GIB, 50 * GIB, False)}
+    lines = found("NUMA", replace(on_nodes(0, 1), numa=numa), NEEDS, 2)
+    assert [line.remedy for line in lines] == ["", "start the server with numactl --cpunodebind=0,1"]
+
+
+def test_every_rank_needs_a_gpu() -> None:
+    (few,) = found("GPUs", on_nodes(0, 1), ranks=4)
+    assert few.status == "problem" and few.remedy.startswith("use 2, ")
+    assert few.text == "--tensor-parallel-size: 4 ranks on this host need a GPU each, and 2 are visible"
+    assert [line.status for line in found("GPUs", on_nodes(0, 1), ranks=2)] == ["ok"]
+    assert found("GPUs", CPU_BOX, ranks=4) == []
 
 
 def test_a_gpu_beside_the_cpu_distribution_and_a_cpu_without_avx2() -> None:
@@ -169,9 +251,9 @@ def test_a_peer_is_named_and_missed_where_it_is_asked_for(
     peers: tuple[Peer, ...], asked: float, status: str, says: str
 ) -> None:
     facts = replace(GPU_BOX, gpu=replace(H200, peers=peers))
-    found = [each for each in diagnose(facts, load_hardware("h200"), None, asked) if each.check == "peer"]
-    assert [each.status for each in found] == [status] and says in found[0].text
-    assert bool(found[0].remedy) is (status == "problem")
+    (peer,) = [each for each in diagnose(facts, load_hardware("h200"), None, asked) if each.check == "peer"]
+    assert peer.status == status and says in peer.text
+    assert bool(peer.remedy) is (status == "problem")
 
 
 @pytest.fixture
@@ -183,7 +265,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
 
 def test_a_gpu_is_described_tried_and_left_as_it_was(cuda: SimulatedCuda) -> None:
     gpu, version = probe_gpu(0, copy_bytes=4 * GRANULARITY, peer_bytes=GRANULARITY)
-    assert gpu.peers == (Peer(1, GRANULARITY),)
+    assert gpu.peers == (Peer(1, GRANULARITY),) and gpu.nodes == (1, 1)
     assert version == (13, 2) and gpu.name == "Simulated" and gpu.trial == ""
     assert (gpu.free, gpu.total, gpu.granularity) == (12 * GRANULARITY, 16 * GRANULARITY, GRANULARITY)
     assert gpu.host_to_device is not None and gpu.host_to_device > 0
@@ -266,9 +348,13 @@ def test_a_models_homes_are_held_against_the_host(
     assert run(monkeypatch, GPU_BOX, "--model", str(tmp_path), "--json") == 0
     assert "home pages take 18.00 GiB" in capsys.readouterr().out
     ratio = ("--max-offload-ratio", "0.5")
-    assert run(monkeypatch, GPU_BOX, "--model", str(tmp_path), "--json", *ratio) == 1
-    (model,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["check"] == "model"]
+    assert run(monkeypatch, replace(GPU_BOX, host=limit), "--model", str(tmp_path), "--json", *ratio) == 1
+    host, model = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["status"] == "problem"]
+    assert host["check"] == "host memory" and "leaves 30.0; home pages take 36.0" in host["text"]
     assert "0.5 needs 36.00 GiB" in model["text"] and model["remedy"].startswith("use 0.41, ")
+    assert run(monkeypatch, GPU_BOX, "--model", str(tmp_path), "--json", "--tensor-parallel-size", "4") == 1
+    problems = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["status"] == "problem"]
+    assert [problem["check"] for problem in problems] == ["GPUs"]  # homes are no larger: a rank has a shard
 
 
 DENSE = {name: value for name, value in CONFIG.items() if "expert" not in name and "moe" not in name}
