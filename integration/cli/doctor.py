@@ -51,7 +51,7 @@ def doctor(
         "hardware": vamp_hardware,
     }
     chosen = settings.parse({name: value for name, value in given.items() if value is not None})
-    config = None if model is None else read_config(model)
+    config = {} if model is None else read_config(model)
     facts = probe(device, os.environ, peer_bytes=int(chosen.peer_hbm_gib * 2**30))
     hardware = hardware_profile(chosen, facts.device)
     needs = None
